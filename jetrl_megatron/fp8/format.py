@@ -1,0 +1,67 @@
+"""Formats of FP8 data. `scale` always multiplies: value = data * scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = 128  # elements of one scale group along the contraction dimension, and rows of one weight block
+
+Granularity = Literal["block", "tensor", "channel"]
+ScaleFormat = Literal["fp32", "pow2"]
+Precision = Literal["fp8", "bf16"]
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """How scales are shared and rounded.
+
+    granularity `block`: 1x128 groups of activations and gradients, 128x128 blocks of weights (DeepGEMM, DeepSeek-V3);
+    `channel`: one scale per row; `tensor`: one scale per Hugging Face tensor or activation call.
+    scale_format `fp32`: amax / 448; `pow2`: the smallest power of two not below it (UE8M0).
+    """
+
+    granularity: Granularity = "block"
+    scale_format: ScaleFormat = "fp32"
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """What the three GEMMs of a linear and its saved activation use."""
+
+    format: Fp8Format = Fp8Format()
+    dgrad: Precision = "fp8"
+    wgrad: Precision = "fp8"
+    saved_activation: Literal["rowwise", "columnwise", "bf16"] = "rowwise"
+
+
+@dataclass(frozen=True)
+class Fp8Tensor:
+    """A quantized matrix whose rows are contracted along the last dimension.
+
+    data: [M, K] E4M3. scale: [M, ceil(K/128)] fp32, one per row and 128-wide group: the emulated backend keeps every
+    granularity in this row-expanded form (`compact_weight_scale` gives a weight's [ceil(M/128), ceil(K/128)] grid).
+    """
+
+    data: Tensor
+    scale: Tensor
+    format: Fp8Format
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """data * scale as [M, K], the product in fp32."""
+        k = self.data.shape[1]
+        return (self.data.float() * self.scale.repeat_interleave(BLOCK, dim=1)[:, :k]).to(dtype)
+
+
+def num_blocks(length: int) -> int:
+    """ceil(length / 128)."""
+    return -(-length // BLOCK)

@@ -1,0 +1,184 @@
+"""The exact FP8 GEMM (emulated backend): DeepGEMM's accumulation order, bit for bit independent of shape and threads.
+
+D[M, N] = A[M, K] @ B[N, K].T. Per 128-wide K block the partial sum of 128 products is exact in fp64 (E4M3 values are
+integers times 2^-9, so 43 bits suffice) and rounded once to fp32; then
+    acc = fma(RN(scale_a * scale_b), partial, acc)   in fp32, K blocks ascending (docs/numerics.md, section 2).
+With `num_segments` = S > 1 the K blocks are cut into S equal segments, each with its own chain, added by a fixed
+binary tree: the row-parallel sum that is the same at every tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron.fp8.format import BLOCK, Fp8Format, Fp8Tensor, num_blocks
+from jetrl_megatron.fp8.quantize import GridSlice, quantize_rows
+
+# Elements of the [G, M, N] partial-sum buffer up to which one batched matmul beats a loop over K blocks.
+_BATCHED_LIMIT = 1 << 18
+
+
+@dataclass(frozen=True)
+class PreparedWeight:
+    """B [N, K] widened for the emulated GEMM: wide [G, 128, N] fp64, scale [G, N] fp32; 8 bytes per weight.
+
+    order: slots of the contraction, [G*128] indices into A's columns (-1: zero padding); None: columns as they are.
+    """
+
+    wide: Tensor
+    scale: Tensor
+    format: Fp8Format
+    num_columns: int
+    order: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.scale.shape[1]
+
+
+def _wide_blocks(x: Fp8Tensor) -> Tensor:
+    """E4M3 [M, K] -> fp64 [M, G, 128], zero padded."""
+    m, k = x.shape
+    wide = x.data.to(torch.float64)
+    if k % BLOCK:
+        wide = torch.nn.functional.pad(wide, (0, -k % BLOCK))
+    return wide.view(m, num_blocks(k), BLOCK)
+
+
+def prepare_weight(weight: Fp8Tensor) -> PreparedWeight:
+    """W [N, K] as operand B of FProp."""
+    wide = _wide_blocks(weight).permute(1, 2, 0).contiguous()
+    return PreparedWeight(wide, weight.scale.t().contiguous(), weight.format, weight.shape[1])
+
+
+def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> PreparedWeight:
+    """W^T [K, N] as operand B of DGrad, which contracts W's rows.
+
+    Granularity `block`: the same bytes and scales, grouped by the blocks of the Hugging Face grid that `slices` name
+    (a fused or cut weight gives shorter groups, padded with zeros). Otherwise W^T is quantized again along N.
+    """
+    if weight.format.granularity != "block":
+        return prepare_weight(quantize_rows(weight.dequantize().t().contiguous(), weight.format))
+    order = _contraction_order(slices)
+    picked = order.clamp_min(0)
+    wide = weight.data.to(torch.float64)[picked]
+    wide[order < 0] = 0.0
+    num_rows, num_columns = weight.shape
+    row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, :num_columns]
+    return PreparedWeight(
+        wide.view(-1, BLOCK, num_columns), row_scale.contiguous(), weight.format, num_rows, order
+    )
+
+
+def _contraction_order(slices: Sequence[GridSlice]) -> Tensor:
+    """Local rows in groups of 128 slots, one group per block of the grid; unused slots are -1."""
+    groups = []
+    for part in slices:
+        first = 0
+        while first < len(part.rows):
+            count = min(BLOCK - (part.start + first) % BLOCK, len(part.rows) - first)
+            rows = part.rows[first : first + count]
+            groups.append(torch.nn.functional.pad(rows, (0, BLOCK - count), value=-1))
+            first += count
+    return torch.cat(groups)
+
+
+def whole(num_rows: int) -> list[GridSlice]:
+    """The grid of a weight that is one whole Hugging Face tensor."""
+    return [GridSlice(torch.arange(num_rows), 0, num_rows)]
+
+
+@functools.cache
+def addcmul_is_fused() -> bool:
+    """Whether fp32 `torch.addcmul` on this CPU is a true fused multiply-add (one rounding), for all vector lengths."""
+    # Witness: 1 + p*s needs one rounding to give 1 + 2^-23; rounding the product, or the fp64 sum, first gives 1.
+    p, s = 8392705 * 2.0**-35, 8384513 * 2.0**-35
+    for length in (*range(1, 68), 1000):
+        acc, partial, scale = (torch.full((length,), value) for value in (1.0, p, s))
+        if not bool((torch.addcmul(acc, partial, scale) == 1.0 + 2.0**-23).all()):
+            return False
+    return True
+
+
+def fma32(acc: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """fp32 a * b + acc with ONE rounding, in place in `acc` where the CPU's addcmul is fused."""
+    if acc.device.type == "cpu" and addcmul_is_fused():
+        return acc.addcmul_(a, b)
+    return fma32_by_round_to_odd(acc, a, b)
+
+
+def fma32_by_round_to_odd(acc: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The same bits without a hardware fma: the product is exact in fp64, the fp64 sum is rounded to odd (TwoSum gives
+    the rounding error), and the second rounding to fp32 is then correct (Boldo and Melquiond, 2008)."""
+    x, y = acc.double(), a.double() * b.double()
+    total = x + y
+    back = total - x
+    error = (x - (total - back)) + (y - back)
+    bits = total.view(torch.int64)
+    even = (bits & 1) == 0
+    toward_error = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & even & torch.isfinite(total)
+    return torch.where(inexact, bits + toward_error, bits).view(torch.float64).float()
+
+
+def tree_add(parts: Sequence[Tensor]) -> Tensor:
+    """Pairwise sum of a power-of-two number of tensors: ((p0+p1)+(p2+p3))."""
+    parts = list(parts)
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def num_segments_for(num_k_blocks: int, wanted: int = 4) -> int:
+    """Segments of a row-parallel sum over `num_k_blocks` global K blocks: 4, or 2 or 1 where they do not divide."""
+    while num_k_blocks % wanted:
+        wanted //= 2
+    return wanted
+
+
+def gemm_nt(a: Fp8Tensor, b: PreparedWeight, num_segments: int = 1) -> Tensor:
+    """fp32 accumulator [M, N] of A [M, K] and B [N, K], rows and columns independent of each other.
+
+    Raises ValueError when K or the scale formats differ (mixed formats would silently mis-scale).
+    """
+    if a.shape[1] != b.num_columns:
+        raise ValueError(f"K: {a.shape[1]} and {b.num_columns}; rule: operands contract the same K; fix: check shapes")
+    if a.format.scale_format != b.format.scale_format:
+        raise ValueError(
+            f"scale_format: {a.format.scale_format} and {b.format.scale_format}; rule: one scale format per GEMM; "
+            "fix: quantize both operands with the same format"
+        )
+    m, num_k = a.scale.shape
+    blocks = _wide_blocks(a).transpose(0, 1)
+    partials: Sequence[Tensor] | Tensor
+    if num_k * m * b.num_rows <= _BATCHED_LIMIT:
+        partials = torch.bmm(blocks, b.wide).float()
+    else:
+        partials = _LazyPartials(blocks, b.wide)
+    scale_a = a.scale.t().unsqueeze(-1)
+    per_segment = num_k // num_segments
+    segments = []
+    for first in range(0, num_k, per_segment):
+        acc = torch.zeros(m, b.num_rows, device=a.data.device)
+        for k in range(first, first + per_segment):
+            acc = fma32(acc, partials[k], scale_a[k] * b.scale[k])
+        segments.append(acc)
+    return tree_add(segments)
+
+
+class _LazyPartials(Sequence[Tensor]):
+    """Partial sums of one K block at a time, so that the [G, M, N] buffer never exists."""
+
+    def __init__(self, a_GM128: Tensor, b_G128N: Tensor):
+        self._a, self._b = a_GM128, b_G128N
+
+    def __len__(self) -> int:
+        return len(self._a)
+
+    def __getitem__(self, k):  # type: ignore[no-untyped-def, override]
+        return torch.mm(self._a[k], self._b[k]).float()

@@ -1,0 +1,122 @@
+"""Between this rank's parameters and whole Hugging Face tensors: loading, weight sync and export.
+
+Only this module knows ranks; the algebra is `weights`. Gathering is tensor by tensor: tensor-parallel shards meet on
+the group's first rank, pipeline stages hand their tensors to global rank 0 in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from jetrl_megatron.fp8 import compact_weight_scale
+from jetrl_megatron.megatron.model import Policy
+from jetrl_megatron.weights.io import HfCheckpoint, require_finite
+from jetrl_megatron.weights.rules import Rule
+
+SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which multiply
+
+
+def load_hf(policy: Policy, checkpoint: HfCheckpoint) -> None:
+    """Fill this rank's parameters from an HF checkpoint. Raises ValueError for missing, unused or non-finite tensors."""
+    policy.plan.check_names(checkpoint.names())
+    ranks = policy.ranks
+    for rule, parameter, _ in policy.named_rules():
+        parts = [checkpoint.tensor(hf.name) for hf in rule.hf]
+        for hf, part in zip(rule.hf, parts, strict=True):
+            require_finite(hf.name, part)
+        local = rule.to_megatron_shard(parts, ranks.tensor_size, ranks.tensor)
+        with torch.no_grad():
+            parameter.copy_(local.to(parameter.dtype))
+
+
+def export_bf16(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Whole HF tensors in the model's dtype, on global rank 0 (nothing is yielded elsewhere, but all ranks must iterate)."""
+    yield from _gather(policy, fp8=False)
+
+
+def export_fp8(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """Like `export_bf16`, quantized linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)]."""
+    yield from _gather(policy, fp8=True)
+
+
+def _gather(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
+    if policy.ranks.data != 0:
+        return
+    stage_first_rank = parallel_state.get_tensor_model_parallel_src_rank()
+    tensors = _stage_tensors(policy, fp8)
+    for stage in range(policy.ranks.pipeline_size):
+        if stage == 0:
+            if policy.ranks.is_first_stage:
+                yield from tensors
+        elif policy.ranks.pipeline == stage:
+            if dist.get_rank() == stage_first_rank:
+                _send_all(tensors)
+            else:
+                for _ in tensors:
+                    pass
+        elif dist.get_rank() == 0:
+            yield from _receive_all(_stage_source(stage))
+
+
+def _stage_source(stage: int) -> int:
+    """Global rank that sends a pipeline stage's tensors: the one in rank 0's pipeline group."""
+    return int(dist.get_global_rank(parallel_state.get_pipeline_model_parallel_group(), stage))
+
+
+def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
+    """HF tensors of this stage, on the first rank of its tensor-parallel group."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    for rule, parameter, module in policy.named_rules():
+        if not rule.export:
+            continue
+        if fp8 and rule.quantized:
+            quantized = module.fp8_weight().quantized
+            codes = _gather_shards(quantized.data.view(torch.uint8), group)
+            scales = _gather_shards(quantized.scale, group)
+            if codes is not None and scales is not None:
+                yield from _fp8_parts(rule, codes, scales)
+        else:
+            shards = _gather_shards(parameter.detach(), group) if rule.tp_dim is not None else [parameter.detach()]
+            if shards is not None:
+                copies = 1 if rule.tp_dim is None else len(shards)
+                yield from zip((hf.name for hf in rule.hf), rule.to_hf(shards[:copies]), strict=True)
+
+
+def _fp8_parts(rule: Rule, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for hf, data, row_scale in zip(rule.hf, rule.to_hf(codes), rule.to_hf(scales), strict=True):
+        yield hf.name, data.view(torch.float8_e4m3fn)
+        yield hf.name + SCALE_SUFFIX, compact_weight_scale(row_scale)
+
+
+def _gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:
+    """All shards on the group's first rank, None elsewhere."""
+    if group.size() == 1:
+        return [local]
+    target = dist.get_global_rank(group, 0)
+    parts = [torch.empty_like(local) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(local.contiguous(), parts, dst=target, group=group)
+    return parts
+
+
+def _send_all(tensors: Iterator[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:
+        dist.send_object_list([(name, tensor.shape, tensor.dtype)], dst=0)
+        dist.send(tensor.contiguous().view(torch.uint8).flatten(), dst=0)
+    dist.send_object_list([None], dst=0)
+
+
+def _receive_all(source: int) -> Iterator[tuple[str, Tensor]]:
+    while True:
+        header: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
+        dist.recv_object_list(header, src=source)
+        if header[0] is None:
+            return
+        name, shape, dtype = header[0]
+        buffer = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+        dist.recv(buffer, src=source)
+        yield name, buffer.view(dtype).view(shape)

@@ -1,0 +1,79 @@
+"""Process groups: torch.distributed and Megatron's parallel state, from the environment that torchrun sets."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from jetrl_megatron.config.schema import ParallelConfig
+from jetrl_megatron.megatron import cpu_shim
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's coordinates and the sizes of the layout."""
+
+    rank: int
+    world_size: int
+    tensor: int
+    tensor_size: int
+    pipeline: int
+    pipeline_size: int
+    data: int
+    data_size: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline == self.pipeline_size - 1
+
+
+def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Ranks:
+    """Join the default group (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build Megatron's groups.
+
+    Raises ValueError when the world size does not fit the layout.
+    """
+    cpu_shim.install()
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size % parallel.model_size or parallel.data not in (None, world_size // parallel.model_size):
+        raise ValueError(
+            f"parallel: tensor={parallel.tensor} pipeline={parallel.pipeline} data={parallel.data} on {world_size} ranks; "
+            "rule: tensor * pipeline * data = ranks; fix: change the sizes or the number of ranks"
+        )
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=world_size,
+        tensor=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel.tensor,
+        pipeline=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel.pipeline,
+        data=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

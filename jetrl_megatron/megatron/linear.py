@@ -1,0 +1,146 @@
+"""Column- and row-parallel linears of Megatron-Core that compute with our operators, in FP8 or exact BF16.
+
+Initialisation, sharding and checkpoints stay Megatron's; only the arithmetic is ours. The quantized weight is made once
+per weight version and is the very tensor that weight sync sends to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from torch import Tensor
+
+from jetrl_megatron import ops
+from jetrl_megatron.fp8 import BLOCK, Fp8Recipe, Fp8Weight, GridSlice, num_segments_for, quantize_weight, whole
+from jetrl_megatron.megatron.collectives import ordered_sum, share_amax
+
+
+@dataclass
+class WeightVersion:
+    """Counter shared by all modules of a model; it changes whenever the weights do."""
+
+    value: int = 0
+
+
+@dataclass(frozen=True)
+class LinearPrecision:
+    """How the linears of one model compute. fp8: FProp in FP8, else exact BF16."""
+
+    fp8: bool
+    recipe: Fp8Recipe
+    tp_invariant: bool = True
+    version: WeightVersion = field(default_factory=WeightVersion)
+
+
+class _PreciseLinear:
+    """What both linears share. `configure` must be called once after construction."""
+
+    weight: Tensor
+    tp_group: dist.ProcessGroup
+    precision: LinearPrecision
+    slices: Sequence[GridSlice]
+
+    def configure(self, precision: LinearPrecision, slices: Sequence[GridSlice] | None) -> None:
+        self.precision = precision
+        self.slices = whole(self.weight.shape[0]) if slices is None else slices
+        self._cached: tuple[int, Any] | None = None
+        self._fp8_cached: tuple[int, Fp8Weight] | None = None
+
+    def fp8_weight(self) -> Fp8Weight:
+        """The FP8 weight of the current version (a collective call where shards cut blocks)."""
+        version = self.precision.version.value
+        if self._fp8_cached is None or self._fp8_cached[0] != version:
+            shared = partial(share_amax, group=self.tp_group) if self._cuts_blocks() else None
+            quantized = quantize_weight(self.weight, self.precision.recipe.format, self.slices, shared)
+            self._fp8_cached = (version, Fp8Weight.of(quantized, self.slices))
+        return self._fp8_cached[1]
+
+    def _cuts_blocks(self) -> bool:
+        """Whether any rank's rows start inside a block of the Hugging Face grid; the same answer on every rank."""
+        return any(part.total != len(part.rows) and len(part.rows) % BLOCK for part in self.slices)
+
+    def exact_weight(self) -> ops.ExactWeight:
+        version = self.precision.version.value
+        if self._cached is None or self._cached[0] != version:
+            self._cached = (version, self._prepare_exact())
+        weight: ops.ExactWeight = self._cached[1]
+        return weight
+
+    def _prepare_exact(self) -> ops.ExactWeight:
+        return ops.ExactWeight.of(self.weight)
+
+
+class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
+    """Columns of the output are split over ranks: every rank contracts all of K, so splitting is exact as it is."""
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        **_unused: Any,
+    ) -> Tensor:
+        if allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        if self.precision.fp8:
+            y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe)
+        else:
+            y = ops.linear(input, weight, self.exact_weight())
+        return y if bias is None else y + bias
+
+
+class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
+    """K is split over ranks. FP8: fp32 partial sums meet in a fixed tree (docs/numerics.md, section 5); BF16: exact
+    fp64 partial sums meet in any order. One rounding to bf16 either way."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        assert self.input_is_parallel and self.bias is None
+        y = self._fp8(input_) if self.precision.fp8 else self._bf16(input_)
+        if self.sequence_parallel:
+            y = scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        return y, None
+
+    def _fp8(self, x: Tensor) -> Tensor:
+        size = self.tp_group.size()
+        segments, tree = 1, self.precision.tp_invariant
+        if tree:
+            segments = num_segments_for(-(-self.input_size // BLOCK))
+            if segments % size:
+                raise ValueError(
+                    f"tensor parallel size: {size}; rule: divides the {segments} segments of K={self.input_size}; "
+                    "fix: a smaller parallel.tensor or parallel.tp_invariant=false"
+                )
+        reduce = partial(ordered_sum, group=self.tp_group, tree=tree) if size > 1 else None
+        return ops.fp8_linear(x, self.weight, self.fp8_weight(), self.precision.recipe, max(segments // size, 1), reduce)
+
+    def _bf16(self, x: Tensor) -> Tensor:
+        if self.tp_group.size() == 1:
+            return ops.linear(x, self.weight, self.exact_weight())
+        return ops.row_parallel_linear(x, self.weight, self.exact_weight(), self._maximum, self._sum)
+
+    def _prepare_exact(self) -> ops.ExactWeight:
+        return ops.ExactWeight.of(self.weight, self._maximum if self.tp_group.size() > 1 else None)
+
+    def _maximum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self.tp_group)
+        return x
+
+    def _sum(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self.tp_group)
+        return x

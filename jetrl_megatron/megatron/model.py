@@ -1,0 +1,229 @@
+"""Builds a GPTModel of Megatron-Core for a dense Llama, Qwen2.5 or Qwen3 model, with our modules in every place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from jetrl_megatron import ops
+from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.config.schema import ParallelConfig
+from jetrl_megatron.fp8 import GridSlice
+from jetrl_megatron.megatron.groups import Ranks
+from jetrl_megatron.megatron.linear import (
+    LinearPrecision,
+    PreciseColumnParallelLinear,
+    PreciseRowParallelLinear,
+)
+from jetrl_megatron.megatron.modules import CoreAttention, RMSNorm, RopeSelfAttention, SwiGLU
+from jetrl_megatron.weights.plan import ConversionPlan, shift_layer
+from jetrl_megatron.weights.rules import Rule
+
+
+@dataclass(frozen=True)
+class LogprobRequest:
+    """What the last stage computes. rows: indices into the packed tokens [n] whose next token is asked for; targets [n]:
+    those next tokens; temperature: sampling temperature (0: greedy)."""
+
+    rows: Tensor
+    targets: Tensor
+    temperature: float
+
+
+@dataclass
+class Policy:
+    """A model with its layout and the rules that connect its parameters to Hugging Face tensors."""
+
+    model: GPTModel
+    dims: ModelDims
+    ranks: Ranks
+    plan: ConversionPlan
+    rules: list[Rule]
+    precision: LinearPrecision
+    head: LogprobHead
+
+    def named_rules(self) -> Iterator[tuple[Rule, nn.Parameter, nn.Module]]:
+        """(rule, local parameter, its module) for every parameter of this pipeline stage."""
+        parameters = dict(self.model.named_parameters())
+        for rule in self.rules:
+            name = shift_layer(rule.megatron_name, -self.first_layer)
+            yield rule, parameters[name], self.model.get_submodule(name.rpartition(".")[0])
+
+    @property
+    def first_layer(self) -> int:
+        return int(self.model.decoder.layers[0].layer_number) - 1
+
+    def weights_changed(self, version: int) -> None:
+        """Declare that the parameters changed: quantized copies are made again on next use."""
+        self.precision.version.value = version
+
+
+class LogprobHead:
+    """The `output_processor` of GPTModel: lm_head on the asked rows only, then their log-probs."""
+
+    def __init__(self, dims: ModelDims, precision: LinearPrecision) -> None:
+        self._vocab_size = dims.vocab_size
+        self._version = precision.version
+        self._cached: tuple[int, ops.ExactWeight] | None = None
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: LogprobRequest,
+        **_unused: Any,
+    ) -> Tensor:
+        """hidden_states [T, 1, H] (sharded over T under sequence parallelism) -> fp32 log-probs [n]."""
+        group = output_layer.tp_group
+        if output_layer.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        elif group.size() > 1:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        weight = output_layer.weight if output_weight is None else output_weight
+        picked = hidden_states.squeeze(1)[context.rows]
+        logits = ops.lm_head(picked, weight, self._prepared(weight))
+        if group.size() > 1:
+            logits = gather_from_tensor_model_parallel_region(logits, group=group)
+        return ops.logprob(logits[:, : self._vocab_size], context.targets, context.temperature)
+
+    def _prepared(self, weight: Tensor) -> ops.ExactWeight:
+        if self._cached is None or self._cached[0] != self._version.value:
+            self._cached = (self._version.value, ops.ExactWeight.of(weight))
+        return self._cached[1]
+
+
+def layer_spec(dims: ModelDims) -> ModuleSpec:
+    """One decoder layer: norm and linear unfused, so that names match the Hugging Face tensors one to one."""
+    qk_norm: dict[str, Any] = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if dims.qk_norm else {}
+    attention = SelfAttentionSubmodules(
+        linear_qkv=PreciseColumnParallelLinear,
+        core_attention=CoreAttention,
+        linear_proj=PreciseRowParallelLinear,
+        **qk_norm,
+    )
+    mlp = MLPSubmodules(
+        linear_fc1=PreciseColumnParallelLinear, linear_fc2=PreciseRowParallelLinear, activation_func=SwiGLU
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=RopeSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def transformer_config(dims: ModelDims, parallel: ParallelConfig, recompute: bool) -> TransformerConfig:
+    """Megatron's configuration: BF16, no dropout, every fusion off (they would change the operators)."""
+    on_cpu = not torch.cuda.is_available()
+    config = TransformerConfig(
+        num_layers=dims.num_layers,
+        hidden_size=dims.hidden_size,
+        num_attention_heads=dims.num_heads,
+        num_query_groups=dims.num_kv_heads,
+        kv_channels=dims.head_dim,
+        ffn_hidden_size=dims.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=dims.rms_norm_eps,
+        qk_layernorm=dims.qk_norm,
+        add_bias_linear=False,
+        add_qkv_bias=dims.qkv_bias,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_dtype=torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,
+        recompute_granularity="full" if recompute else None,
+        recompute_method="uniform" if recompute else None,
+        recompute_num_layers=1 if recompute else None,
+    )
+    config.use_te_activation_func = True  # hands the activation the whole [gate | up]; no TE involved
+    return config
+
+
+def grid_slices(rule: Rule, ranks: Ranks) -> list[GridSlice]:
+    """Where this rank's rows of a linear lie on the grids of its Hugging Face tensors."""
+    segments = rule.local_segments(ranks.tensor_size, ranks.tensor)
+    return [GridSlice(s.local_rows, s.hf_start, s.hf_rows) for s in segments]
+
+
+def build_policy(
+    dims: ModelDims, parallel: ParallelConfig, ranks: Ranks, precision: LinearPrecision, recompute: bool = False
+) -> Policy:
+    """This rank's part of the model. Parameters are uninitialised until `load_hf` or a checkpoint fills them."""
+    config = transformer_config(dims, parallel, recompute)
+    num_local = dims.num_layers // parallel.pipeline
+    spec = layer_spec(dims)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_local, layer_norm=RMSNorm),
+        vocab_size=dims.padded_vocab_size(parallel.tensor),
+        max_sequence_length=dims.max_position_embeddings,
+        share_embeddings_and_output_weights=dims.tied_embeddings,
+        position_embedding_type="none",
+        parallel_output=True,
+        pre_process=ranks.is_first_stage,
+        post_process=ranks.is_last_stage,
+    )
+    plan = ConversionPlan(dims)
+    rules = plan.stage_rules(
+        first_layer=ranks.pipeline * num_local,
+        num_layers=num_local,
+        has_embedding=ranks.is_first_stage,
+        has_output=ranks.is_last_stage,
+    )
+    policy = Policy(model, dims, ranks, plan, rules, precision, LogprobHead(dims, precision))
+    table = ops.RopeTable(dims.rope_theta, dims.head_dim, dims.rope_scaling)
+    for layer in model.decoder.layers:
+        layer.self_attention.rope_table = table
+    configured = 0
+    for rule, _, module in policy.named_rules():
+        if rule.quantized:
+            module.configure(precision, grid_slices(rule, ranks))
+            configured += 1
+    expected = sum(isinstance(m, PreciseColumnParallelLinear | PreciseRowParallelLinear) for m in model.modules())
+    assert configured == expected, (configured, expected)
+    return policy

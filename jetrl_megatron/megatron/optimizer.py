@@ -1,0 +1,95 @@
+"""Megatron's DDP, mixed-precision Adam and learning-rate schedule around a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from jetrl_megatron.config.schema import OptimizerConfig
+from jetrl_megatron.megatron.model import Policy
+from jetrl_megatron.megatron.step import LossFn, MicroBatch, forward_backward
+
+
+@dataclass
+class Trainable:
+    """A policy with gradients, fp32 masters and a schedule."""
+
+    policy: Policy
+    ddp: DistributedDataParallel
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> tuple[list[dict[str, float]], float]:
+        """One optimizer step on the summed loss: (metrics of the micro-batches on the last stage, gradient norm).
+
+        Raises FloatingPointError for a non-finite gradient norm; the weights are then unchanged.
+        """
+        self.ddp.train()
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        metrics = forward_backward(self.ddp, self.policy, micro_batches, loss_fn)
+        self.scheduler.step(increment=1)
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
+            raise FloatingPointError(f"gradient norm {grad_norm}: {self._non_finite_gradients()}")
+        self.policy.weights_changed(self.policy.precision.version.value + 1)
+        return metrics, float(grad_norm)
+
+    def _non_finite_gradients(self) -> str:
+        bad = [n for n, p in self.policy.model.named_parameters() if not bool(p.main_grad.isfinite().all())]
+        return f"non-finite in {', '.join(bad[:5]) or 'no local parameter'}"
+
+    @property
+    def lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+
+def make_trainable(policy: Policy, cfg: OptimizerConfig, num_updates: int) -> Trainable:
+    """Wrap `policy`, whose weights must already be loaded (the fp32 masters are copied from them)."""
+    config = policy.model.config
+    ddp = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
+        policy.model,
+    )
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=cfg.lr,
+            min_lr=cfg.min_lr,
+            weight_decay=cfg.weight_decay,
+            adam_beta1=cfg.beta1,
+            adam_beta2=cfg.beta2,
+            adam_eps=cfg.eps,
+            clip_grad=cfg.clip_grad,
+            bf16=True,
+            params_dtype=config.params_dtype,
+        ),
+        [ddp],
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.min_lr if cfg.schedule != "constant" else cfg.lr,
+        lr_warmup_steps=cfg.warmup_steps,
+        lr_decay_steps=max(num_updates, cfg.warmup_steps + 1),
+        lr_decay_style=cfg.schedule,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=max(num_updates, 1),
+        wd_incr_style="constant",
+    )
+    config.finalize_model_grads_func = _finalize
+    return Trainable(policy, ddp, optimizer, scheduler)
+
+
+def _finalize(model: Any, _num_tokens: Any, **kwargs: Any) -> None:
+    """Gradients are sums of an already normalised loss: reduce, never divide by the token count."""
+    finalize_model_grads(model, None, **kwargs)

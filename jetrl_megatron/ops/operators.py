@@ -1,0 +1,187 @@
+"""The operators of the forward path. Megatron's modules and SGLang's modules both call these and nothing else.
+
+Each takes and returns the residual stream's dtype (bf16) unless it says otherwise. Shape letters: T tokens, H hidden,
+h heads, D head dim, N outputs, K inputs, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_megatron.fp8 import Fp8Recipe
+from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
+from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
+from jetrl_megatron.ops.autograd import differentiable
+from jetrl_megatron.ops.kernels import kernels
+from jetrl_megatron.ops.recorder import operator
+from jetrl_megatron.ops.rope import RopeTable
+
+Reduce = Callable[[Tensor], Tensor]
+
+
+@operator("embedding")
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Row lookup: ids [...] and weight [V, H] -> [..., H]."""
+    return F.embedding(token_ids, weight)
+
+
+@operator("rmsnorm")
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim (hidden norms and q/k norms), x [..., H], weight [H]."""
+    return differentiable(
+        lambda x, w: kernels().rmsnorm(x, w, eps),
+        lambda x, w: F.rms_norm(x.float(), (x.shape[-1],), w.float(), eps).to(x.dtype),
+        x,
+        weight,
+    )
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual add, rounded to bf16 first, then the norm of the rounded sum: (normed, new residual)."""
+    residual = residual_add(x, residual)
+    return rmsnorm(residual, weight, eps), residual
+
+
+@operator("residual_add")
+def residual_add(x: Tensor, residual: Tensor) -> Tensor:
+    """One bf16 add."""
+    return x + residual
+
+
+@operator("rope")
+def rope(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
+    """Rotate x [T, h, D] by positions [T] (half-split layout)."""
+    cos, sin = table.lookup(positions)
+
+    def rotate(x: Tensor) -> Tensor:
+        y: Tensor = kernels().rope(x, cos, sin)
+        return y
+
+    return differentiable(rotate, rotate, x)
+
+
+@operator("swiglu")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2F] = [gate | up] -> silu(gate) * up, [..., F]."""
+
+    def surrogate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, -1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    return differentiable(kernels().swiglu, surrogate, gate_up)
+
+
+@operator("fp8_linear")
+def fp8_linear(
+    x: Tensor,
+    master: Tensor,
+    weight: Fp8Weight,
+    recipe: Fp8Recipe,
+    num_segments: int = 1,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """x [..., K] -> [..., N] through the FP8 weight; `reduce` (over tensor-parallel ranks) sees the fp32 accumulator
+    before the one rounding."""
+    acc = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments)
+    if reduce is not None:
+        acc = reduce(acc)
+    return acc.to(x.dtype).view(*x.shape[:-1], acc.shape[-1])
+
+
+@dataclass
+class ExactWeight:
+    """One version of a bf16 weight [N, K], prepared for the exact linear. maximum: over the tensor-parallel group,
+    where K is split over ranks (row parallel)."""
+
+    prepared: Any
+
+    @classmethod
+    def of(cls, weight: Tensor, maximum: Reduce | None = None) -> ExactWeight:
+        weight = weight.detach()
+        row_max = None if maximum is None else maximum(weight.double().abs().amax(-1, keepdim=True))
+        return cls(kernels().prepare_linear(weight, row_max))
+
+
+@operator("linear")
+def linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
+    """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype."""
+    return _linear(x, master, weight).to(x.dtype)
+
+
+@operator("linear")
+def row_parallel_linear(x: Tensor, master: Tensor, weight: ExactWeight, maximum: Reduce, sum_fp64: Reduce) -> Tensor:
+    """Exact bf16 linear whose K is split over ranks: the row grids come from `maximum` over the group, the exact fp64
+    partial sums are added by `sum_fp64` in any order; one rounding. Equal at every tensor-parallel size."""
+
+    def forward(x2: Tensor) -> Tensor:
+        x_max = maximum(x2.double().abs().amax(-1, keepdim=True))
+        return sum_fp64(kernels().linear_partial(x2, weight.prepared, x_max)).float()
+
+    y = _apply_linear(forward, x.reshape(-1, x.shape[-1]), master)
+    return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
+
+
+@operator("lm_head")
+def lm_head(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
+    """Logits [..., V] in fp32 (one rounding), x [..., H], master [V, H] bf16."""
+    return _linear(x, master, weight)
+
+
+def _linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
+    y = _apply_linear(lambda x2: kernels().linear(x2, weight.prepared), x.reshape(-1, x.shape[-1]), master)
+    return y.view(*x.shape[:-1], master.shape[0])
+
+
+def _apply_linear(forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
+        y: Tensor = _ExactLinear.apply(forward, x, master)
+        return y
+    return forward(x)
+
+
+class _ExactLinear(torch.autograd.Function):
+    """Exact fp32 output; gradients are bf16 GEMMs, dW in fp32 into `main_grad` where that exists."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.master = master
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dy = grads[0].to(x.dtype)
+        dx = dy @ ctx.master.detach().to(x.dtype) if ctx.needs_input_grad[1] else None
+        dw = None
+        if ctx.needs_input_grad[2]:
+            dw = accumulate_main_grad(ctx.master, dy.float().t() @ x.float())
+        return None, dx, dw
+
+
+@operator("logprob")
+def logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log-softmax(logits / temperature) at the targets: logits [T, V] fp32, targets [T] -> fp32 [T].
+
+    Temperature 0 means greedy sampling: the untempered log-prob."""
+    divisor = temperature if temperature > 0 else 1.0
+
+    def forward(z: Tensor) -> Tensor:
+        y: Tensor = kernels().logprob(torch.div(z, torch.full((), divisor)), targets)
+        return y
+
+    return differentiable(
+        forward, lambda z: torch.log_softmax(z / divisor, -1).gather(-1, targets.unsqueeze(-1)).squeeze(-1), logits
+    )
+
+
+def sample(logits: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Token ids [B] drawn from tempered logits [B, V]; see `reference.sample`."""
+    ids: Tensor = kernels().sample(logits, uniforms, top_p, top_k)
+    return ids

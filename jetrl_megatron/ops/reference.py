@@ -1,0 +1,241 @@
+"""Reference kernels in plain torch: exact, so equal for any batch, padding, thread count and BLAS.
+
+Two rules make that true (docs/numerics.md, section 5): non-reductions use only IEEE + - * / sqrt, comparisons, rounding
+and bit operations; reductions are a fixed binary tree of fp32 adds, or sums of integers held in fp64 that cannot
+round. This module is one set of kernels behind `ops`; every other set must give the same bits. No autograd here.
+Shape letters: T tokens, H hidden, D head dim, N rows of a weight, K contracted dim, V vocabulary, P slots of a
+key/value pool, B sequences, L keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+F32, F64 = torch.float32, torch.float64
+MAX_EXACT_K = 8192  # 20 + 20 + log2(8192) = 53 bits
+_MAX_SCORES = 1 << 22  # elements of one attention work item, bounds memory
+_QUERY_CHUNK = 128
+_EXP_COEFFICIENTS = (
+    1.9875691500e-4,
+    1.3981999507e-3,
+    8.3334519073e-3,
+    4.1665795894e-2,
+    1.6666665459e-1,
+    5.0000001201e-1,
+)
+
+
+# ------------------------------------------------------------------------------------------------ building blocks
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last dim by halving: x[..., :p/2] + x[..., p/2:], zero padded to a power of two."""
+    n = x.shape[-1]
+    p = 1 << (n - 1).bit_length()
+    if p != n:
+        x = torch.nn.functional.pad(x, (0, p - n))
+    while p > 1:
+        p //= 2
+        x = x[..., :p] + x[..., p:]
+    return x[..., 0]
+
+
+def exp32(x: Tensor) -> Tensor:
+    """exp of fp32 x, clamped to +-87: cephes polynomial, every mul and add rounded on its own."""
+    x = x.clamp(-87.0, 87.0)
+    k = (x * 1.44269504088896341).round_()
+    x = x - k * 0.693359375
+    x.sub_(k * -2.12194440e-4)
+    y = x * _EXP_COEFFICIENTS[0]
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        y.add_(coefficient).mul_(x)
+    y = y.mul_(x).add_(x).add_(1.0)
+    return y.mul_(k.to(torch.int32).add_(127).bitwise_left_shift_(23).view(F32))
+
+
+def log64(s: Tensor) -> Tensor:
+    """log of positive fp32 s as fp64: atanh series to the 23rd power."""
+    mantissa, exponent = torch.frexp(s.double())
+    low = mantissa < 0.70710678118654752
+    mantissa = torch.where(low, mantissa * 2, mantissa)
+    e = (exponent - low.to(exponent.dtype)).double()
+    f = (mantissa - 1) / (mantissa + 1)
+    f2 = f * f
+    y = torch.full_like(f, 1 / 23.0)
+    for d in range(21, 0, -2):
+        y = y * f2 + (1.0 / d)
+    return y * f * 2 + e * 0.6931471805599453
+
+
+def _pow2(exponent: Tensor) -> Tensor:
+    return (exponent.to(torch.int64) + 1023).bitwise_left_shift(52).view(F64)
+
+
+def _exponent(magnitude: Tensor) -> Tensor:
+    """e with 2^(e-1) <= magnitude < 2^e."""
+    return torch.frexp(magnitude.clamp_min(1e-30))[1]
+
+
+def grid(x: Tensor, bits: int, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of x as fp64 integers of `bits` bits and the fp64 scale [..., 1] that gives them back: row = integers * scale.
+
+    row_max: max |row| [..., 1] where the row is only a shard of a longer one.
+    """
+    wide = x.double()
+    if row_max is None:
+        row_max = wide.abs().amax(-1, keepdim=True)
+    e = _exponent(row_max.double())
+    return (wide * _pow2(bits - e)).round_(), _pow2(e - bits)
+
+
+# ------------------------------------------------------------------------------------------------ elementwise and norms
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] -> (x * 1/sqrt(mean(x^2) + eps)) * weight in fp32, rounded once to x's dtype."""
+    wide = x.float()
+    mean = tree_sum(wide * wide) * (1.0 / x.shape[-1])
+    r = torch.reciprocal(torch.sqrt(mean + eps)).unsqueeze(-1)
+    return ((wide * r) * weight.float()).to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, h, D] rotated by fp32 cos, sin [T, D/2] (half-split layout), rounded once."""
+    a, b = x.float().chunk(2, -1)
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((a * c - b * s, b * c + a * s), -1).to(x.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[..., 2F] = [gate | up] -> (gate * sigmoid(gate)) * up in fp32, rounded once; [..., F]."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return ((gate * torch.reciprocal(exp32(-gate) + 1.0)) * up).to(gate_up.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ exact bf16 linear
+def prepare_linear(weight: Tensor, weight_max: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """weight [N, K] on 20-bit row grids: per chunk of 8192 columns (integers [K', N], scale [1, N]) in fp64; made once
+    per weight version. weight_max: max |row| [N, 1] where K is split over ranks."""
+    chunks = []
+    for first in range(0, weight.shape[1], MAX_EXACT_K):
+        integers, scale = grid(weight[:, first : first + MAX_EXACT_K], 20, weight_max)
+        chunks.append((integers.t().contiguous(), scale.t()))
+    return chunks
+
+
+def linear_partial(x: Tensor, prepared: list[tuple[Tensor, Tensor]], x_max: Tensor | None = None) -> Tensor:
+    """x [T, K] times the prepared weight as fp64 [T, N]: exact for K <= 8192; chunks added in ascending order beyond.
+    x_max: max |row| [T, 1] where K is split over ranks."""
+    total: Tensor | None = None
+    for i, (integers, scale) in enumerate(prepared):
+        xi, xs = grid(x[:, i * MAX_EXACT_K : (i + 1) * MAX_EXACT_K], 20, x_max)
+        part = (xi @ integers).mul_(xs).mul_(scale)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def linear(x: Tensor, prepared: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """x [T, K] times the prepared weight, rounded once to fp32 [T, N]."""
+    return linear_partial(x, prepared).float()
+
+
+# ------------------------------------------------------------------------------------------------ attention
+def attention(
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
+) -> Tensor:
+    """Causal attention for packed training, chunked prefill and paged decode alike.
+
+    q [T, H, D]; k_pool, v_pool [P, G, D] with G dividing H; table [B, L]: pool slot of key j of sequence b;
+    cu_queries: B + 1 offsets of the sequences' queries in q; kv_len [T] int64: keys each query may see (its first
+    kv_len keys). D <= 128 and L <= 65536. Returns [T, H, D] in q's dtype. A query with kv_len 0 gives zeros.
+    """
+    out = torch.zeros_like(q)
+    lengths = kv_len.tolist()
+    for items in _work_groups(cu_queries, lengths, q.shape[1]):
+        tq, tk = max(end - start for _, start, end in items), max(max(lengths[s:e]) for _, s, e in items)
+        index = torch.tensor([[min(start + i, end - 1) for i in range(tq)] for _, start, end in items])
+        slots = table[torch.tensor([b for b, _, _ in items]), :tk].long()
+        o = _attend(q[index], k_pool[slots], v_pool[slots], kv_len[index], scale)
+        out[index] = o
+    return out
+
+
+def _work_groups(cu: list[int], lengths: list[int], heads: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut sequences into query chunks (sequence, first, last query) and group chunks of similar size."""
+    chunks = [
+        (b, start, min(start + _QUERY_CHUNK, cu[b + 1]))
+        for b in range(len(cu) - 1)
+        for start in range(cu[b], cu[b + 1], _QUERY_CHUNK)
+    ]
+    chunks = [c for c in chunks if max(lengths[c[1] : c[2]]) > 0]
+    chunks.sort(key=lambda c: (max(lengths[c[1] : c[2]]), c[2] - c[1]))
+    group: list[tuple[int, int, int]] = []
+    for chunk in chunks:
+        tq = max(end - start for _, start, end in [*group, chunk])
+        tk = max(lengths[chunk[1] : chunk[2]])
+        if group and (len(group) + 1) * tq * tk * heads > _MAX_SCORES:
+            yield group
+            group = []
+        group.append(chunk)
+    if group:
+        yield group
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor, scale: float) -> Tensor:
+    """q [B, Tq, H, D]; k, v [B, Tk, G, D]; kv_len [B, Tq]. Padding never changes bits: all sums are exact."""
+    batch, tq, heads, dim = q.shape
+    tk, groups = k.shape[1], k.shape[2]
+    per_group = heads // groups
+    qi, qs = grid(q, 22)
+    ki, ks = grid(k, 22)
+    qi = (qi * qs).view(batch, tq, groups, per_group, dim).permute(0, 2, 3, 1, 4).reshape(-1, per_group * tq, dim)
+    ki = (ki * ks).permute(0, 2, 3, 1).reshape(batch * groups, dim, tk)
+    s = torch.bmm(qi, ki).float().mul_(scale).view(batch, groups, per_group, tq, tk)
+    hidden = (torch.arange(tk) >= kv_len[..., None]).view(batch, 1, 1, tq, tk)
+    s.masked_fill_(hidden, float("-inf"))
+    p = exp32(s.sub_(s.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0).double()
+    denominator = (p * 16777216.0).round_().sum(-1, keepdim=True)
+    # v as 17-bit integers with an exponent per token, which is folded into p; then p on a 20-bit grid per row.
+    ve = _exponent(v.double().abs().amax(-1))
+    vi = (v.double() * _pow2(17 - ve)[..., None]).round_().permute(0, 2, 1, 3).reshape(batch * groups, tk, dim)
+    p.mul_(_pow2(ve).permute(0, 2, 1).view(batch, groups, 1, 1, tk))
+    pe = _exponent(p.amax(-1, keepdim=True))
+    weights = p.mul_(_pow2(20 - pe)).round_().view(batch * groups, per_group * tq, tk)
+    o = torch.bmm(weights, vi).view(batch, groups, per_group, tq, dim)
+    o = o.mul_(_pow2(pe - 37)).div_(denominator * (1 / 16777216.0))
+    return o.permute(0, 3, 1, 2, 4).reshape(batch, tq, heads, dim).float().to(q.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ log-probs, sampling
+def logprob(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [T, V] fp32 (already divided by the temperature), targets [T] -> fp32 log-softmax at the targets."""
+    top = logits.amax(-1, keepdim=True)
+    log_sum = log64(tree_sum(exp32(logits - top)))
+    chosen = (logits.gather(-1, targets.unsqueeze(-1)) - top).squeeze(-1)
+    return (chosen.double() - log_sum).float()
+
+
+def sample(logits: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Inverse-CDF draw, independent of the batch: logits [B, V] fp32 after temperature, uniforms [B] fp64 in [0, 1),
+    top_p [B], top_k [B] (values >= V: off) -> token ids [B] int64.
+
+    Probabilities are integers round(2^30 * exp(z - max)), so every cumulative sum is exact in fp64; a token below
+    2^-31 of the top one is never drawn. Order: descending logit, lower id first.
+    """
+    weights = (exp32(logits - logits.amax(-1, keepdim=True)).double() * 2.0**30).round_()
+    vocab = logits.shape[-1]
+    if bool((top_p >= 1).all()) and bool((top_k >= vocab).all()):
+        cumulative = weights.cumsum(-1)
+        threshold = (uniforms * cumulative[:, -1]).floor()
+        return torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
+    order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
+    weights = weights.gather(-1, order)
+    cumulative = weights.cumsum(-1)
+    keep = torch.arange(vocab).unsqueeze(0) < top_k.unsqueeze(-1)
+    kept_mass = (weights * keep).sum(-1, keepdim=True)
+    keep &= (cumulative - weights) < kept_mass * top_p.double().unsqueeze(-1)
+    keep[:, 0] = True
+    cumulative = (weights * keep).cumsum(-1)
+    threshold = (uniforms * cumulative[:, -1]).floor()
+    slot = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True)
+    return order.gather(-1, slot).squeeze(-1)
