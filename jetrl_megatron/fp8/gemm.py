@@ -70,9 +70,7 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     wide[order < 0] = 0.0
     num_rows, num_columns = weight.shape
     row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, :num_columns]
-    return PreparedWeight(
-        wide.view(-1, BLOCK, num_columns), row_scale.contiguous(), weight.format, num_rows, order
-    )
+    return PreparedWeight(wide.view(-1, BLOCK, num_columns), row_scale.contiguous(), weight.format, num_rows, order)
 
 
 def _contraction_order(slices: Sequence[GridSlice]) -> Tensor:
@@ -99,7 +97,7 @@ def addcmul_is_fused() -> bool:
     # Witness: 1 + p*s needs one rounding to give 1 + 2^-23; rounding the product, or the fp64 sum, first gives 1.
     p, s = 8392705 * 2.0**-35, 8384513 * 2.0**-35
     for length in (*range(1, 68), 1000):
-        acc, partial, scale = (torch.full((length,), value) for value in (1.0, p, s))
+        acc, partial, scale = (torch.full((length,), value, dtype=torch.float32) for value in (1.0, p, s))
         if not bool((torch.addcmul(acc, partial, scale) == 1.0 + 2.0**-23).all()):
             return False
     return True
@@ -164,7 +162,7 @@ def gemm_nt(a: Fp8Tensor, b: PreparedWeight, num_segments: int = 1) -> Tensor:
     per_segment = num_k // num_segments
     segments = []
     for first in range(0, num_k, per_segment):
-        acc = torch.zeros(m, b.num_rows, device=a.data.device)
+        acc = torch.zeros(m, b.num_rows, dtype=torch.float32, device=a.data.device)
         for k in range(first, first + per_segment):
             acc = fma32(acc, partials[k], scale_a[k] * b.scale[k])
         segments.append(acc)

@@ -49,9 +49,7 @@ def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1) -> Tensor:
     return gemm_nt(quantize_rows(x, weight.quantized.format), weight.fprop, num_segments)
 
 
-def fp8_linear(
-    x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int = 1
-) -> Tensor:
+def fp8_linear(x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int = 1) -> Tensor:
     """x [T, K] bf16 -> fp32 accumulator [T, N] of x @ W^T (the caller rounds it once to bf16).
 
     master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient.
@@ -64,9 +62,7 @@ def fp8_linear(
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int) -> Tensor:
         x = x.detach()
         quantized = quantize_rows(x, recipe.format)
         ctx.weight, ctx.recipe, ctx.master, ctx.dtype = weight, recipe, master, x.dtype

@@ -38,7 +38,7 @@ class GridSlice:
 def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
     """fp32 amax (any shape) -> scale of the same shape; NaN where amax is not finite."""
     # A device tensor as divisor: CUDA turns division by a Python scalar into a multiplication by its reciprocal.
-    scale = torch.div(amax, torch.full((), E4M3_MAX, device=amax.device)).clamp_min(_MIN_SCALE)
+    scale = torch.div(amax, torch.full((), E4M3_MAX, dtype=torch.float32, device=amax.device)).clamp_min(_MIN_SCALE)
     if scale_format == "pow2":
         scale = ((scale.view(torch.int32) + 0x7FFFFF) >> 23 << 23).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)

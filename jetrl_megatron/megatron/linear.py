@@ -127,7 +127,9 @@ class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
                     "fix: a smaller parallel.tensor or parallel.tp_invariant=false"
                 )
         reduce = partial(ordered_sum, group=self.tp_group, tree=tree) if size > 1 else None
-        return ops.fp8_linear(x, self.weight, self.fp8_weight(), self.precision.recipe, max(segments // size, 1), reduce)
+        return ops.fp8_linear(
+            x, self.weight, self.fp8_weight(), self.precision.recipe, max(segments // size, 1), reduce
+        )
 
     def _bf16(self, x: Tensor) -> Tensor:
         if self.tp_group.size() == 1:

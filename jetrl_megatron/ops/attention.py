@@ -59,9 +59,7 @@ class _PackedAttention(torch.autograd.Function):
         for index, valid in _padded_groups(ctx.cu):
             inputs = [t[index].float().transpose(1, 2).requires_grad_() for t in (q, k, v)]
             with torch.enable_grad():
-                o = F.scaled_dot_product_attention(
-                    *inputs, is_causal=True, scale=ctx.scale, enable_gqa=True
-                )
+                o = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
             do = (grads[0][index].float() * valid[..., None, None]).transpose(1, 2)
             for total, part in zip((dq, dk, dv), torch.autograd.grad(o, inputs, do), strict=True):
                 total[index[valid]] = part.transpose(1, 2)[valid].to(total.dtype)

@@ -21,9 +21,7 @@ def differentiable(forward: Callable[..., Tensor], surrogate: Callable[..., Tens
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, forward: Callable[..., Tensor], surrogate: Callable[..., Tensor], *tensors: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, forward: Callable[..., Tensor], surrogate: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.surrogate = surrogate
         ctx.save_for_backward(*tensors)
         return forward(*tensors)

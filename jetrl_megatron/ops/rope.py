@@ -43,9 +43,7 @@ class RopeTable:
 
     def _grow(self, needed: int) -> None:
         inverse = self.inverse_frequencies()
-        chunks = [
-            torch.arange(c, c + _CHUNK, dtype=torch.float64)[:, None] * inverse for c in range(0, needed, _CHUNK)
-        ]
+        chunks = [torch.arange(c, c + _CHUNK, dtype=torch.float64)[:, None] * inverse for c in range(0, needed, _CHUNK)]
         self._cos = torch.cat([c.cos().float() for c in chunks])
         self._sin = torch.cat([c.sin().float() for c in chunks])
 

@@ -1,0 +1,48 @@
+# `make quickstart` is all a new user needs. VENV=DIR uses another environment folder.
+VENV ?= .venv
+PY = $(VENV)/bin/python
+RUN_DIR ?= runs/quickstart
+export OMP_NUM_THREADS ?= 1
+export VENV
+
+.PHONY: help setup quickstart test test-fast lint format bench gpu-check clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup:  ## make or update the virtual environment (detects a GPU)
+	@bash tools/setup.sh
+
+quickstart: setup  ## tiny model, real Megatron-Core and SGLang, on this machine; prints reward curve and mismatch
+	rm -rf -- "$(RUN_DIR)"
+	$(VENV)/bin/jetrl train configs/quickstart.yaml --run-dir "$(RUN_DIR)"
+
+test: setup  ## every test; results in build/junit.xml
+	$(PY) -m pytest --junitxml=build/junit.xml --durations=25
+
+test-fast: setup  ## tests without the slow ones
+	$(PY) -m pytest -m "not slow" --durations=10
+
+lint: setup  ## ruff, mypy, import layers
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+format: setup  ## reformat the sources
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: setup  ## run every benchmarks/bench_*.py
+	@set -e; found=; for file in benchmarks/bench_*.py; do \
+	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file"; done; \
+	  [ -n "$$found" ] || { echo "bench: no benchmarks/bench_*.py here" >&2; exit 1; }
+
+gpu-check: setup  ## fails without a GPU with FP8 tensor cores
+	@$(VENV)/bin/jetrl doctor --require-gpu || { \
+	  echo "gpu-check: needs an NVIDIA GPU with FP8 tensor cores (Hopper) and DeepGEMM; nothing was checked" >&2; exit 1; }
+	@echo "gpu-check: the GPU is usable, but the checks on it arrive with a later issue; nothing was checked" >&2; exit 1
+
+clean:  ## remove caches and build outputs (keeps $(VENV) and runs/)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache ./*.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './.git/*' -prune -exec rm -rf {} +

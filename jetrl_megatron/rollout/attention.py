@@ -1,0 +1,60 @@
+"""Attention backend `jetrl`: chunked prefill and decode read SGLang's paged KV pool through one exact kernel."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch import Tensor
+
+from jetrl_megatron import ops
+
+
+class PagedAttentionBackend(TorchNativeAttnBackend):
+    """Writing the pool and the metadata stay SGLang's; only the two attention kernels are replaced."""
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        extend_prefix_lens: Tensor,
+        extend_seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """query [T, H, D] holds the new tokens of every sequence; each sees its prefix and itself."""
+        assert scaling is not None and options.get("sliding_window_size") is None and not options.get("is_cross_attn")
+        new = extend_seq_lens.tolist()
+        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
+        kv_len = torch.cat(
+            [torch.arange(p + 1, p + n + 1) for p, n in zip(extend_prefix_lens.tolist(), new, strict=True)]
+        )
+        cu = [0, *accumulate(new)]
+        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, kv_len, scaling))
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """query [B, H, D]: one new token per sequence."""
+        assert scaling is not None and options.get("sliding_window_size") is None and not options.get("is_cross_attn")
+        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
+        cu = list(range(len(query) + 1))
+        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, seq_lens.long(), scaling))

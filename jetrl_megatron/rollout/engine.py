@@ -1,0 +1,110 @@
+"""Engines as the trainer sees them: requests in, completions out, weights by bundle, death by a named error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from jetrl_megatron.samples import FinishReason
+from jetrl_megatron.weights.bundle import Bundle
+
+
+class EngineDiedError(RuntimeError):
+    """An engine's process ended or stopped answering; the message carries its exit code and the end of its log."""
+
+
+class EngineRefusedError(RuntimeError):
+    """An engine answered with an error and lives on."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling of one request. temperature 0: greedy; top_k -1: off; stop ids end a response and belong to it."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Request:
+    """seed: 63-bit integer that determines the draws of this request."""
+
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """token_ids [n] with their fp32 log-probs [n]; num_retractions: how often the scheduler took the request back."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    num_retractions: int = 0
+
+
+class RolloutEngine(Protocol):
+    """What the trainer needs of an engine."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete all requests. Raises EngineDiedError."""
+
+    def load_weights(self, bundle: Bundle) -> None:
+        """Replace all weights by the bundle's, or none. Raises EngineRefusedError, EngineDiedError."""
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Prefill log-probs of tokens 1.. of each sequence at temperature 1."""
+
+    def shutdown(self) -> None:
+        """Stop the engine and all its processes."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to start one engine. model_dir: folder with config.json (weights arrive by `load_weights`)."""
+
+    model_dir: Path
+    method: str
+    tensor_parallel: int
+    max_running_requests: int
+    max_total_tokens: int
+    chunked_prefill_tokens: int
+    mem_fraction_static: float
+    num_threads: int
+    port: int
+    log_file: Path
+
+    def server_args(self) -> dict[str, Any]:
+        """Keyword arguments of `sglang.Engine`."""
+        import torch
+
+        args: dict[str, Any] = {
+            "model_path": str(self.model_dir),
+            "load_format": "dummy",
+            "custom_weight_loader": ["jetrl_megatron.rollout.weight_loader.load_bundle"],
+            "quantization": self.method,
+            "dtype": "bfloat16",
+            "attention_backend": "jetrl",
+            "sampling_backend": "pytorch",
+            "enable_deterministic_inference": True,
+            "skip_tokenizer_init": True,
+            "grammar_backend": "none",
+            "disable_overlap_schedule": True,
+            "tp_size": self.tensor_parallel,
+            "max_running_requests": self.max_running_requests,
+            "max_total_tokens": self.max_total_tokens,
+            "chunked_prefill_size": self.chunked_prefill_tokens,
+            "mem_fraction_static": self.mem_fraction_static,
+            "random_seed": 0,
+            "log_level": "error",
+            "device": "cuda" if torch.cuda.is_available() else "cpu",
+        }
+        if self.port:
+            args["port"] = self.port
+        return args

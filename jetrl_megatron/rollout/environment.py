@@ -1,0 +1,32 @@
+"""The environment of engine processes: the one place of this package that sets library variables."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+SHIMS = Path(__file__).parent / "shims"
+ENGINE_FLAG = "JETRL_ENGINE"  # set in every process of an engine of ours
+
+
+def is_engine_process() -> bool:
+    """Whether this process belongs to an engine that was started by `engine_environment`."""
+    return os.environ.get(ENGINE_FLAG) == "1"
+
+
+def engine_environment(num_threads: int, tensor_parallel: int) -> dict[str, str]:
+    """os.environ plus what SGLang needs: thread counts, no model hub, no torch.distributed leftovers of the trainer."""
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")
+    env = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith("TORCHELASTIC_")}
+    env[ENGINE_FLAG] = "1"
+    env["OMP_NUM_THREADS"] = str(num_threads)
+    env["HF_HUB_OFFLINE"] = "1"
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env["PYTHONWARNINGS"] = "ignore"
+    if tensor_parallel > 1:
+        cores = os.cpu_count() or 1
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % cores) for i in range(tensor_parallel))
+    if importlib.util.find_spec("torchvision") is None:
+        env["PYTHONPATH"] = os.pathsep.join(p for p in (str(SHIMS), env.get("PYTHONPATH", "")) if p)
+    return env

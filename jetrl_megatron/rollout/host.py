@@ -1,0 +1,117 @@
+"""The small process that owns one `sglang.Engine` and answers the trainer over a socket.
+
+A dying SGLang child kills its parent; here that parent is this process, so the trainer only sees a closed socket.
+Run as `python -m jetrl_megatron.rollout.host FD`, FD being one end of a socket pair.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request
+
+
+def main() -> None:
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the trainer
+    connection = Connection(descriptor)
+    host = _Host(connection.recv())
+    connection.send(("ok", None))
+    while True:
+        try:
+            command, argument = connection.recv()
+        except EOFError:
+            break
+        if command == "shutdown":
+            break
+        try:
+            connection.send(("ok", getattr(host, command)(argument)))
+        except (RuntimeError, ValueError) as error:
+            connection.send(("refused", f"{type(error).__name__}: {error}"))
+    host.engine.shutdown()
+
+
+class _Host:
+    def __init__(self, spec: EngineSpec) -> None:
+        import sglang
+
+        self.engine = sglang.Engine(**spec.server_args())
+
+    def load_weights(self, argument: tuple[str, int]) -> str:
+        """(path of the bundle, version) -> digest of what the engine holds."""
+        from jetrl_megatron.rollout.weight_loader import LOAD_FORMAT, encode_path
+
+        path, _version = argument
+        _require(*self.engine.begin_weight_update())
+        accepted, message = self.engine.update_weights_from_tensor(
+            [("bundle", encode_path(Path(path)))], load_format=LOAD_FORMAT, flush_cache=True
+        )
+        _require(*self.engine.end_weight_update())
+        _require(accepted, message)
+        return str(message)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        outputs = self.engine.generate(
+            input_ids=[list(r.token_ids) for r in requests],
+            sampling_params=[_sampling_params(r) for r in requests],
+            return_logprob=True,
+        )
+        return [_completion(output) for output in outputs]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        outputs = self.engine.generate(
+            input_ids=[list(ids) for ids in sequences],
+            sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        return [[entry[0] for entry in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
+
+    def pids(self, _argument: None) -> list[int]:
+        """Process ids of the engine's children, for supervision tests."""
+        import psutil
+
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _require(success: bool, message: str) -> None:
+    if not success:
+        raise RuntimeError(message)
+
+
+def _sampling_params(request: Request) -> dict[str, Any]:
+    sampling = request.sampling
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_new_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "sampling_seed": request.seed,
+    }
+
+
+def _completion(output: dict[str, Any]) -> Completion:
+    info = output["meta_info"]
+    entries = info["output_token_logprobs"]
+    reason = info["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"request ended with {info['finish_reason']}")
+    return Completion(
+        token_ids=[entry[1] for entry in entries],
+        logprobs=[entry[0] for entry in entries],
+        finish_reason=reason,
+        num_retractions=info.get("num_retractions") or 0,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""SGLang plugin (entry point group `sglang.srt.plugins`, loaded in every engine process): registers our operators.
+
+Everything SGLang's forward computes for Llama, Qwen2 and Qwen3 models is sent to `ops`: norms, rope, activation,
+attention, linears, lm_head, log-probs and sampling. SGLang 0.5.23; targets are checked when hooks are applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron import ops
+from jetrl_megatron.rollout.environment import is_engine_process
+from jetrl_megatron.rollout.sampler import sample_tokens
+from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
+
+METHODS = ("jetrl_fp8", "jetrl_bf16")
+
+
+def register() -> None:
+    """Called by SGLang's `load_plugins` in every process. Does nothing outside engines that this project started, so
+    that a stock SGLang in the same environment stays stock."""
+    if not is_engine_process():
+        return
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.layers import quantization
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from jetrl_megatron.rollout.attention import PagedAttentionBackend
+    from jetrl_megatron.rollout.quantization import METHOD_CONFIGS
+
+    choices.add_attention_backend_choices(["jetrl"])
+    register_attention_backend("jetrl")(PagedAttentionBackend)
+    for allowed in (
+        choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        allowed.append("jetrl")
+    choices.add_quantization_method_choices(list(METHODS))
+    quantization.QUANTIZATION_METHODS.update(METHOD_CONFIGS)
+    _register_operator_hooks()
+
+
+def _register_operator_hooks() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    replace = {
+        "layers.layernorm.RMSNorm.forward_native": _rmsnorm,
+        "layers.activation.SiluAndMul.forward_native": _silu_and_mul,
+        "layers.rotary_embedding.base.RotaryEmbedding.forward_native": _rope,
+        "layers.logits_processor.LogitsProcessor._compute_lm_head": _lm_head,
+        "layers.sampler.Sampler.forward": sample_tokens,
+        "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
+    }
+    around = {
+        "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor": _report_sync_error,
+        "model_executor.model_runner.ModelRunner.load_model": _check_model,
+    }
+    if not torch.cuda.is_available():
+        # Asked for by enable_deterministic_inference, which our seeded sampling needs: CUDA kernels, not wanted here.
+        replace["batch_invariant_ops.enable_batch_invariant_mode"] = lambda *_args, **_kwargs: None
+        replace["layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"] = _cpu_inv_freq
+    for target, hook in replace.items():
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.REPLACE)
+    for target, hook in around.items():
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+
+
+def _rmsnorm(
+    self: Any, x: Tensor, residual: Tensor | None = None, post_residual_addition: Any = None, quant_linear: Any = None
+) -> Any:
+    assert post_residual_addition is None
+    if residual is None:
+        return ops.rmsnorm(x, self.weight, self.variance_epsilon)
+    return ops.add_rmsnorm(x, residual, self.weight, self.variance_epsilon)
+
+
+def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
+    return ops.swiglu(x)
+
+
+def _rope(
+    self: Any,
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    offsets: Tensor | None = None,
+    fused_set_kv_buffer_arg: Any = None,
+) -> tuple[Tensor, Tensor]:
+    assert self.is_neox_style and self.rotary_dim == self.head_size and offsets is None
+    table = self.__dict__.get("jetrl_table")
+    if table is None:
+        table = self.__dict__["jetrl_table"] = ops.RopeTable(float(self.base), self.head_size, _llama3_scaling(self))
+    positions = positions.flatten()
+
+    def rotate(x: Tensor) -> Tensor:
+        return ops.rope(x.reshape(positions.numel(), -1, self.head_size), positions, table).reshape(x.shape)
+
+    return rotate(query), rotate(key)
+
+
+def _llama3_scaling(rotary: Any) -> dict[str, float] | None:
+    if not hasattr(rotary, "low_freq_factor"):
+        if type(rotary).__name__ != "RotaryEmbedding":
+            raise NotImplementedError(f"rope of type {type(rotary).__name__}: only default and llama3")
+        return None
+    return {
+        "factor": float(rotary.scaling_factor),
+        "low_freq_factor": float(rotary.low_freq_factor),
+        "high_freq_factor": float(rotary.high_freq_factor),
+        "original_max_position_embeddings": float(rotary.orig_max_position),
+    }
+
+
+def _cpu_inv_freq(self: Any, base: float) -> Tensor:
+    """SGLang's own cache, unused by `_rope`; the stock function asks for a CUDA device in deterministic mode."""
+    return 1.0 / (base ** (torch.arange(0, self.rotary_dim, 2, dtype=torch.float, device="cpu") / self.rotary_dim))
+
+
+def _lm_head(
+    self: Any, hidden_states: Tensor, lm_head: Any, embedding_bias: Tensor | None = None, *, out: Any = None
+) -> Tensor:
+    """fp32 logits of this rank's vocabulary shard."""
+    assert embedding_bias is None
+    cached = lm_head.__dict__.get("jetrl_prepared")
+    if cached is None or cached[0] != weight_generation():
+        cached = lm_head.__dict__["jetrl_prepared"] = (weight_generation(), ops.ExactWeight.of(lm_head.weight))
+    return ops.lm_head(hidden_states, lm_head.weight, cached[1])
+
+
+def _input_logprobs(
+    self: Any,
+    pruned_states: Tensor,
+    sample_indices: Tensor,
+    input_logprob_indices: Tensor,
+    token_to_seq_idx: Any,
+    lm_head: Any,
+    get_logits_fn: Any,
+    logits_metadata: Any,
+    skip_chunking_for_dp_attn: bool = False,
+) -> tuple[Any, Tensor]:
+    """Prompt log-probs (prefill scoring) by our log-softmax; temperature 1."""
+    from sglang.srt.layers.logprob_processor import LogprobResult
+
+    if logits_metadata.extend_return_top_logprob or logits_metadata.extend_token_ids_logprob:
+        raise NotImplementedError("top or chosen-token prompt log-probs; rule: only the prompt's own tokens")
+    logits = get_logits_fn(pruned_states, lm_head, logits_metadata)
+    targets = logits_metadata.extend_input_logprob_token_ids_gpu.long()
+    scored = ops.logprob(logits[input_logprob_indices].float(), targets, 1.0)
+    return LogprobResult(token_logprobs=scored), logits[sample_indices]
+
+
+def _report_sync_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A refused update is an answer, not the end of the engine."""
+    try:
+        success, message = original(self, *args, **kwargs)
+    except WeightSyncError as error:
+        return False, str(error)
+    return success, last_digest() if success and last_digest() else message
+
+
+def _check_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """After SGLang built the model: refuse to start if a linear that should be ours is not."""
+    from jetrl_megatron.rollout.quantization import require_our_methods
+
+    result = original(self, *args, **kwargs)
+    if self.server_args.quantization in METHODS:
+        require_our_methods(self.model)
+    return result

@@ -1,0 +1,255 @@
+"""SGLang quantization methods `jetrl_fp8` and `jetrl_bf16`: our linears behind SGLang's linear layers.
+
+FP8 weights arrive as bytes with one scale grid per Hugging Face tensor (`X.weight`, `X.weight_scale_inv`); a BF16
+tensor is quantized on arrival by the same quantizer. Scales are kept per row, so a tensor-parallel shard may cut blocks.
+The method's parameters travel in the model's config.json under `quantization_config`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear, get_group_rank_size
+from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch import Tensor, nn
+
+from jetrl_megatron import ops
+from jetrl_megatron.fp8 import (
+    BLOCK,
+    E4M3,
+    Fp8Format,
+    Fp8Recipe,
+    Fp8Tensor,
+    Fp8Weight,
+    expand_weight_scale,
+    num_segments_for,
+    quantize_weight,
+    tree_add,
+    whole,
+)
+from jetrl_megatron.rollout.weight_loader import WeightSyncError, weight_generation
+
+_PART_OF_SHARD = {"q": 0, "k": 1, "v": 2, None: 0}
+
+
+class JetrlConfig(QuantizationConfig):
+    """Parameters of our methods. fmt: FP8 format; tp_invariant: row-parallel sums in the fixed segment tree."""
+
+    name = "jetrl_fp8"
+    method: type[LinearMethodBase]
+
+    def __init__(self, fmt: Fp8Format, tp_invariant: bool) -> None:
+        super().__init__()
+        self.fmt, self.tp_invariant = fmt, tp_invariant
+
+    def get_name(self) -> str:
+        return self.name
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @classmethod
+    def get_config_filenames(cls) -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> JetrlConfig:
+        return cls(Fp8Format(config["granularity"], config["scale_format"]), bool(config["tp_invariant"]))
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        return self.method(self) if isinstance(layer, LinearBase) else None  # type: ignore[call-arg]
+
+    def get_scaled_act_names(self) -> list[str]:
+        return []
+
+
+class Fp8LinearMethod(LinearMethodBase):
+    """Linear over FP8 bytes. layer.weight [N, K] E4M3; layer.weight_scale_inv [N, ceil(K/128)] fp32, one row per row."""
+
+    def __init__(self, config: JetrlConfig) -> None:
+        self.config = config
+        self.recipe = Fp8Recipe(config.fmt)
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_unused: Any,
+    ) -> None:
+        if input_size != input_size_per_partition and input_size_per_partition % BLOCK:
+            raise ValueError(
+                f"rollout.tensor_parallel: {input_size // input_size_per_partition}; rule: K={input_size} per rank is a multiple of {BLOCK}; "
+                "fix: a smaller engine tensor-parallel size"
+            )
+        layer.jetrl_parts = list(output_partition_sizes)
+        layer.jetrl_loaded = set()
+        num_rows, num_groups = sum(output_partition_sizes), -(-input_size_per_partition // BLOCK)
+        weight = nn.Parameter(torch.zeros(num_rows, input_size_per_partition, dtype=E4M3), requires_grad=False)
+        scale = nn.Parameter(torch.ones(num_rows, num_groups, dtype=torch.float32), requires_grad=False)
+        weight.weight_loader = partial(self._load_weight, layer)  # type: ignore[attr-defined]
+        scale.weight_loader = partial(self._load_scale, layer)  # type: ignore[attr-defined]
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale_inv", scale)
+
+    def _load_weight(self, layer: Any, param: Tensor, loaded: Tensor, shard_id: Any = None) -> None:
+        """loaded: the whole Hugging Face tensor [N, K], E4M3 bytes or BF16 to be quantized here."""
+        if loaded.dtype != E4M3:
+            quantized = quantize_weight(loaded, self.config.fmt)
+            self._copy(layer, layer.weight_scale_inv, quantized.scale, shard_id, "scale")
+            loaded = quantized.data
+        self._copy(layer, param, loaded, shard_id, "weight")
+
+    def _load_scale(self, layer: Any, param: Tensor, loaded: Tensor, shard_id: Any = None) -> None:
+        """loaded: the tensor's block grid [ceil(N/128), ceil(K/128)], or already one row per weight row."""
+        num_rows = layer.jetrl_parts[_part(shard_id)] * _shard_of(layer, shard_id)[1]
+        rows = loaded if loaded.shape[0] == num_rows else expand_weight_scale(loaded, num_rows)
+        self._copy(layer, param, rows, shard_id, "scale")
+
+    def _copy(self, layer: Any, param: Tensor, whole_tensor: Tensor, shard_id: Any, what: str) -> None:
+        """Copy this rank's rows and columns of weight [N, K] or scale [N, ceil(K/128)]."""
+        part = _part(shard_id)
+        count, first = layer.jetrl_parts[part], sum(layer.jetrl_parts[:part])
+        if isinstance(layer, RowParallelLinear):
+            source = whole_tensor
+            rank, size = get_group_rank_size(layer.tp_group)
+            if size > 1:
+                width = param.shape[1]
+                source = whole_tensor[:, rank * width : (rank + 1) * width]
+        else:
+            rank, size = _shard_of(layer, shard_id)
+            if whole_tensor.shape[0] != count * size:
+                raise WeightSyncError(f"{tuple(whole_tensor.shape)} rows for {size} shards of {count} rows")
+            source = whole_tensor[rank * count : (rank + 1) * count]
+        target = param.data[first : first + count]
+        if target.shape != source.shape:
+            raise WeightSyncError(f"shape {tuple(source.shape)} for a parameter of {tuple(target.shape)}")
+        target.view(torch.uint8).copy_(source.contiguous().view(torch.uint8))
+        layer.jetrl_loaded.add((part, what))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Invalidate what was derived from older bytes; parameters keep their identity across syncs."""
+        expected = {(part, what) for part in range(len(layer.jetrl_parts)) for what in ("weight", "scale")}
+        if layer.jetrl_loaded and layer.jetrl_loaded != expected:
+            raise WeightSyncError(f"parts {sorted(expected - layer.jetrl_loaded)} of a linear were never loaded")
+        tensor = Fp8Tensor(layer.weight.data, layer.weight_scale_inv.data, self.config.fmt)
+        layer.jetrl_weight = Fp8Weight.of(tensor, whole(layer.weight.shape[0]))
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if isinstance(layer, RowParallelLinear):
+            y = self._row_parallel(layer, x)
+        else:
+            y = ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe)
+        return y if bias is None else y + bias
+
+    def _row_parallel(self, layer: Any, x: Tensor) -> Tensor:
+        _, size = get_group_rank_size(layer.tp_group)
+        segments = num_segments_for(-(-layer.input_size // BLOCK)) if self.config.tp_invariant else 1
+        if segments % size and self.config.tp_invariant:
+            raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
+        reduce = partial(_sum_on_rank_0, tree=self.config.tp_invariant) if size > 1 else None
+        return ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe, max(segments // size, 1), reduce)
+
+
+class Bf16LinearMethod(UnquantizedLinearMethod):
+    """Exact BF16 linear; stock weights and loader."""
+
+    def __init__(self, config: JetrlConfig) -> None:
+        super().__init__()
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Stock packing would replace the parameter; nothing to do here."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        across = isinstance(layer, RowParallelLinear) and get_group_rank_size(layer.tp_group)[1] > 1
+        cached = layer.__dict__.get("jetrl_prepared")
+        if cached is None or cached[0] != weight_generation():
+            prepared = ops.ExactWeight.of(layer.weight, _maximum if across else None)
+            cached = layer.__dict__["jetrl_prepared"] = (weight_generation(), prepared)
+        if across:
+            y = ops.row_parallel_linear(x, layer.weight, cached[1], _maximum, _sum)
+            if dist.get_rank(_tp_group()):
+                y = torch.zeros_like(y)
+        else:
+            y = ops.linear(x, layer.weight, cached[1])
+        return y if bias is None else y + bias
+
+
+class Fp8Config(JetrlConfig):
+    name = "jetrl_fp8"
+    method = Fp8LinearMethod
+
+
+class Bf16Config(JetrlConfig):
+    name = "jetrl_bf16"
+    method = Bf16LinearMethod
+
+
+METHOD_CONFIGS: dict[str, type[JetrlConfig]] = {"jetrl_fp8": Fp8Config, "jetrl_bf16": Bf16Config}
+
+
+def require_our_methods(model: nn.Module) -> None:
+    """Raises RuntimeError naming every linear of a decoder layer that does not use our method."""
+    ours = (Fp8LinearMethod, Bf16LinearMethod)
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
+    foreign = [f"{n} ({type(m.quant_method).__name__})" for n, m in linears.items() if type(m.quant_method) not in ours]
+    if foreign or not linears:
+        raise RuntimeError(f"linears without the jetrl method: {', '.join(foreign) or 'all'}; fix: check quantization")
+
+
+def _part(shard_id: Any) -> int:
+    return int(_PART_OF_SHARD.get(shard_id, shard_id))
+
+
+def _shard_of(layer: Any, shard_id: Any) -> tuple[int, int]:
+    """(which shard of the Hugging Face tensor this rank holds, number of shards); kv heads may be replicated."""
+    if isinstance(layer, QKVParallelLinear) and shard_id in ("k", "v"):
+        rank, size = get_group_rank_size(layer.kv_tp_group)
+        return rank // layer.num_kv_head_replicas, size // layer.num_kv_head_replicas
+    rank, size = get_group_rank_size(layer.tp_group)
+    return int(rank), int(size)
+
+
+def _tp_group() -> dist.ProcessGroup:
+    from sglang.srt.distributed import get_tp_group
+
+    group: dist.ProcessGroup = get_tp_group().device_group
+    return group
+
+
+def _sum_on_rank_0(acc: Tensor, tree: bool) -> Tensor:
+    """The ordered fp32 sum on rank 0 and zeros elsewhere: SGLang's own bf16 all-reduce at the layer boundary then only
+    adds zeros."""
+    group = _tp_group()
+    parts = [torch.empty_like(acc) for _ in range(group.size())]
+    dist.all_gather(parts, acc, group=group)
+    if dist.get_rank(group):
+        return torch.zeros_like(acc)
+    if tree:
+        return tree_add(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _maximum(x: Tensor) -> Tensor:
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=_tp_group())
+    return x
+
+
+def _sum(x: Tensor) -> Tensor:
+    dist.all_reduce(x, group=_tp_group())
+    return x

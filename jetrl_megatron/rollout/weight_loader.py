@@ -1,0 +1,125 @@
+"""Custom weight loader of the engine (`--custom-weight-loader`): a whole weight bundle or nothing.
+
+Everything that can be wrong with a bundle is checked before the first parameter is touched: every checksum, the exact
+set of names and every shape. After loading, the bytes now held by the engine are hashed again and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.fp8 import BLOCK, compact_weight_scale
+from jetrl_megatron.weights.bundle import Bundle, checksum
+from jetrl_megatron.weights.plan import ConversionPlan
+
+LOAD_FORMAT = "jetrl_megatron.rollout.weight_loader.load_bundle"
+SCALE_SUFFIX = "_scale_inv"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+_generation = [0]
+_last_digest = [""]
+
+
+class WeightSyncError(RuntimeError):
+    """The engine refused an update; the weights it held before are intact."""
+
+
+def weight_generation() -> int:
+    """Changes whenever weights were loaded: the key of everything derived from them."""
+    return _generation[0]
+
+
+def last_digest() -> str:
+    """Digest of the weights that the engine holds now."""
+    return _last_digest[0]
+
+
+def load_bundle(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """SGLang's custom-loader signature. named_tensors: one uint8 tensor that spells the bundle's path.
+
+    Raises WeightSyncError before anything is changed.
+    """
+    path = Path(bytes(named_tensors[0][1].tolist()).decode())
+    try:
+        bundle = Bundle.open(path)
+        bundle.verify()
+        _check_fits(model, bundle)
+    except (ValueError, OSError) as error:
+        raise WeightSyncError(str(error)) from error
+    model.load_weights(bundle.tensors())  # type: ignore[operator]
+    _generation[0] += 1
+    _last_digest[0] = ""
+    _require_held(model, bundle)
+    _last_digest[0] = bundle.digest
+
+
+def encode_path(path: Path) -> Tensor:
+    """Inverse of what `load_bundle` reads."""
+    return torch.tensor(list(str(path).encode()), dtype=torch.uint8)
+
+
+def _check_fits(model: nn.Module, bundle: Bundle) -> None:
+    """Raises ValueError unless the bundle is exactly the model's tensors in the form the engine was built for."""
+    plan = ConversionPlan(ModelDims.from_hf(model.config.to_dict()))  # type: ignore[union-attr, operator]
+    shapes = {hf.name: tuple(hf.shape) for rule in plan.rules for hf in rule.hf}
+    if any(hasattr(m, "jetrl_parts") for m in model.modules()):
+        for name in plan.quantized_hf_names():
+            rows, cols = shapes[name]
+            shapes[name + SCALE_SUFFIX] = (-(-rows // BLOCK), -(-cols // BLOCK))
+    missing, unused = sorted(set(shapes) - set(bundle.checksums)), sorted(set(bundle.checksums) - set(shapes))
+    if missing or unused:
+        raise ValueError(
+            f"weight bundle: missing {missing[:3]}, unused {unused[:3]}; rule: exactly the model's tensors"
+        )
+    for name, tensor in bundle.tensors():
+        wanted = shapes[name]
+        per_row = name.endswith(SCALE_SUFFIX) and tensor.shape[0] == shapes[name.removesuffix(SCALE_SUFFIX)][0]
+        if tuple(tensor.shape) != wanted and not per_row:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}; rule: {wanted}; fix: same model on both sides")
+
+
+def _require_held(model: nn.Module, bundle: Bundle) -> None:
+    """Raises WeightSyncError naming the first tensor whose bytes in the engine's own layers are not the bundle's.
+    Tensor-parallel ranks hold parts only: there the loader's bookkeeping of parts stands for it."""
+    if _tensor_parallel_size() > 1:
+        return
+    held = {name: checksum(tensor) for name, tensor in held_tensors(model, bundle)}
+    for name, expected in bundle.checksums.items():
+        if held.get(name) != expected:
+            raise WeightSyncError(f"{name}: {'other bytes' if name in held else 'nothing'} in the engine after loading")
+
+
+def _tensor_parallel_size() -> int:
+    from sglang.srt.distributed import get_tp_group
+
+    return int(get_tp_group().world_size)
+
+
+def held_tensors(model: Any, bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
+    """What the layers hold, under Hugging Face names and in the bundle's forms."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in bundle.tensors()}
+    for path, parameter in model.named_parameters():
+        prefix, _, kind = path.rpartition(".")
+        parent, _, leaf = prefix.rpartition(".")
+        names = [".".join(filter(None, (parent, part, kind))) for part in _FUSED.get(leaf, (leaf,))]
+        layer = model.get_submodule(prefix)
+        parts = parameter.data.split(_part_rows(layer, parameter, len(names)))
+        for name, part in zip(names, parts, strict=True):
+            if name not in shapes:
+                continue
+            if kind.endswith(SCALE_SUFFIX) and shapes[name][0] != part.shape[0]:
+                part = compact_weight_scale(part)
+            yield name, part[: shapes[name][0]]  # SGLang pads the vocabulary
+
+
+def _part_rows(layer: Any, parameter: Tensor, num_parts: int) -> list[int]:
+    if num_parts == 1:
+        return [parameter.shape[0]]
+    sizes = getattr(layer, "jetrl_parts", None) or layer.output_partition_sizes
+    return list(sizes)

@@ -1,0 +1,1 @@
+"""Hugging Face <-> Megatron: rules per model family, conversion plans, streaming readers and writers."""

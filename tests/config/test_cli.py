@@ -1,0 +1,185 @@
+"""Claims about `jetrl`, run as a user runs it: exit codes, one line per fault on stderr, no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.cli.hardware import Gpu, fp8_backend, parse_gpus
+
+ROOT = Path(__file__).resolve().parents[2]
+MakeFolder = Callable[..., Path]
+Done = subprocess.CompletedProcess[str]
+
+
+def jetrl(*args: str, code: str | None = None) -> Done:
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "jetrl_megatron.cli"]
+    return subprocess.run([*command, *args], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def assert_user_error(done: Done, *parts: str) -> None:
+    """Exit code 2, nothing on stdout, exactly one line on stderr, holding all `parts`."""
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+def write_config(folder: Path, rows: Path) -> Path:
+    path = rows.parent / "good.yaml"
+    path.write_text(
+        f"model: {{path: {folder}}}\ndata: {{path: {rows}}}\nsync: {{staging_dir: {rows.parent}}}\n"
+        "rollout: {max_new_tokens: 8}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def good(hf_folder: MakeFolder, rows: Path) -> Path:
+    """A configuration that passes every check."""
+    return write_config(hf_folder(), rows)
+
+
+def test_check_prints_the_plan_without_torch(hf_folder: MakeFolder, rows: Path) -> None:
+    """`jetrl check` answers fast on a login node: torch, SGLang and Megatron-Core stay unimported.
+
+    8 heads x 32: o_proj [128, 256] splits at TP 2 into whole blocks; k_proj [64, 128] shares one block's amax.
+    """
+    code = (
+        "import sys\n"
+        "from jetrl_megatron.cli.main import app\n"
+        "code = app(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = {'torch', 'sglang', 'megatron', 'transformers', 'triton'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else code)\n"
+    )
+    config = write_config(hf_folder(num_attention_heads=8), rows)
+    done = jetrl("check", str(config), "rollout.tensor_parallel=2", "parallel.tp_invariant=true", code=code)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = {cells[0]: cells[1:] for cells in map(_cells, done.stdout.splitlines()) if len(cells) == 8}
+    assert table["self_attn.o_proj"] == [
+        "128 x 256",
+        "1 x 2",
+        "row, S=2",
+        "128 x 256",
+        "aligned",
+        "128 x 128",
+        "aligned",
+    ]
+    assert table["self_attn.k_proj"][-2:] == ["32 x 128", "shared weight amax"]
+    assert len(table) == 8  # seven linears and the heading
+    assert "qwen3, 2 layers" in done.stdout
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│┃ ").replace("┃", "│").split("│")]
+
+
+def test_check_tells_the_block_layout_of_each_side(good: Path) -> None:
+    """Hidden 128, q 4 x 32: o_proj at TP 2 has K = 64 a rank, half a block, so the engine side is refused."""
+    done = jetrl("check", str(good), "rollout.tensor_parallel=2", "parallel.tp_invariant=false", "precision.train=bf16")
+    assert_user_error(done, "rollout.tensor_parallel: 2 with self_attn.o_proj [128, 128]", "TP sizes that work: 1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.temprature=1"], ["rollout.temprature", "did you mean rollout.temperature"]),
+        (["trainer.num_steps=many"], ['trainer.num_steps: "many"; rule: type integer']),
+        (["nonsense"], ["the form section.key=value"]),
+        (["model.path=nowhere"], ["model.path: nowhere; rule: an existing HF folder"]),
+        (["data.path=nowhere.jsonl"], ["data.path: nowhere.jsonl; rule: an existing JSONL file"]),
+        (["data.answer_field=solution"], [":1: no field 'solution'"]),
+        (["reward.kind=oops"], ['reward.kind: "oops"']),
+        (["parallel.expert=2"], ["parallel.expert: 2", "dense model"]),
+        (["parallel.pipeline=3"], ["parallel.pipeline: 3", "use one of [1, 2]"]),
+        (["rollout.max_total_tokens=100"], ["rollout.max_total_tokens: 100", "520"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_bad_input_is_one_line_and_exit_code_2(
+    good: Path, tmp_path: Path, command: str, overrides: list[str], parts: list[str]
+) -> None:
+    if "data.answer_field=solution" in overrides:  # one bad row, one line
+        rows = tmp_path / "one.jsonl"
+        rows.write_text('{"question": "1", "answer": "2"}\n')
+        overrides = [*overrides, f"data.path={rows}"]
+    run_dir = tmp_path / "run"
+    assert_user_error(jetrl(command, str(good), *overrides, "--run-dir", str(run_dir)), *parts)
+    assert not run_dir.exists()
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    assert_user_error(jetrl("check", str(tmp_path / "no.yaml")), "no.yaml", "an existing YAML file")
+
+
+def test_two_faults_are_two_lines(good: Path) -> None:
+    done = jetrl("check", str(good), "trainer.num_steps=0", "rollout.top_p=2")
+    assert done.returncode == 2
+    assert [line.split(":")[1].strip() for line in done.stderr.splitlines()] == ["rollout.top_p", "trainer.num_steps"]
+
+
+def test_train_refuses_the_folder_of_an_earlier_run(good: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    assert_user_error(jetrl("train", str(good), "--run-dir", str(run_dir)), "metrics.jsonl", "add --resume")
+    assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_train_hands_configuration_folder_and_resume_to_launch(good: Path, tmp_path: Path) -> None:
+    """The launcher's return value is the exit code; the default run folder is runs/<name>."""
+    code = (
+        "import sys, types\n"
+        "module = types.ModuleType('jetrl_megatron.trainer.launch')\n"
+        "def launch(cfg, run_dir, resume):\n"
+        "    print(cfg.trainer.num_steps, run_dir, resume)\n"
+        "    return 7\n"
+        "module.launch = launch\n"
+        "sys.modules['jetrl_megatron.trainer'] = types.ModuleType('jetrl_megatron.trainer')\n"
+        "sys.modules['jetrl_megatron.trainer.launch'] = module\n"
+        "from jetrl_megatron.cli.main import app\n"
+        "app(sys.argv[1:])\n"
+    )
+    done = jetrl("train", str(good), "trainer.num_steps=3", "name=mine", "--resume", code=code)
+    assert (done.returncode, done.stdout) == (7, f"3 {Path('runs') / 'mine'} True\n"), done.stderr
+
+
+def test_schema_lists_keys_with_defaults() -> None:
+    done = jetrl("schema")
+    assert done.returncode == 0
+    assert "  trainer.num_steps: integer, >= 1 (10) -- RL steps" in done.stdout.splitlines()
+
+
+def test_doctor_reports_what_pip_metadata_says() -> None:
+    from importlib.metadata import version
+
+    done = jetrl("doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["versions"]["sglang"] == version("sglang")
+    assert report["versions"]["megatron-core"] == version("megatron-core")
+    assert report["gloo"] is True
+    assert report["fp8_backend"] in ("emulated", "deepgemm")
+    assert (report["fp8_backend"] == "emulated") or report["gpus"]
+
+
+def test_import_gguf_of_nothing(tmp_path: Path) -> None:
+    assert_user_error(jetrl("import-gguf", str(tmp_path / "no.gguf"), str(tmp_path / "out")), "no.gguf", "existing")
+
+
+def test_gpu_rows_and_backend() -> None:
+    """The backend follows the weakest GPU; without DeepGEMM even Hopper is emulated."""
+    hopper = parse_gpus("NVIDIA H100 80GB HBM3, 9.0, 81559\nweird, [N/A], [N/A]\n\n")
+    assert hopper == [Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81559)]
+    assert fp8_backend(hopper, True)[0] == "deepgemm"
+    assert fp8_backend(hopper, False)[0] == "emulated"
+    assert fp8_backend([*hopper, Gpu("A100", (8, 0), 40960)], True)[0] == "emulated"
+    assert fp8_backend([], True)[0] == "emulated"
