@@ -91,7 +91,8 @@ def quantize_weight(
 
     slices: one per Hugging Face tensor held in `weight` (fused qkv: three); default: `weight` is one whole tensor.
     share_amax: maximum over the tensor-parallel group, applied to the amax of each tensor's whole grid
-    [ceil(total/128), G]; required when a shard boundary cuts a block and harmless otherwise.
+    [ceil(total/128), G]; required when a boundary between ROW shards cuts a block, harmless for other row shards, wrong
+    for column shards (their grids cover different columns).
     """
     groups = _groups(weight.detach())
     row_amax = groups.abs().amax(-1)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -25,25 +26,34 @@ class Trainable:
     optimizer: Any
     scheduler: OptimizerParamScheduler
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> tuple[list[dict[str, float]], float]:
-        """One optimizer step on the summed loss: (metrics of the micro-batches on the last stage, gradient norm).
-
-        Raises FloatingPointError for a non-finite gradient norm; the weights are then unchanged.
-        """
+    def accumulate(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[dict[str, float]]:
+        """Gradients of the summed loss, reduced over data-parallel ranks; metrics of the loss on the last stage."""
         self.ddp.train()
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        metrics = forward_backward(self.ddp, self.policy, micro_batches, loss_fn)
-        self.scheduler.step(increment=1)
-        succeeded, grad_norm, _ = self.optimizer.step()
-        if not succeeded or grad_norm != grad_norm or grad_norm == float("inf"):
-            raise FloatingPointError(f"gradient norm {grad_norm}: {self._non_finite_gradients()}")
-        self.policy.weights_changed(self.policy.precision.version.value + 1)
-        return metrics, float(grad_norm)
+        return forward_backward(self.ddp, self.policy, micro_batches, loss_fn)
 
-    def _non_finite_gradients(self) -> str:
+    def apply(self) -> float:
+        """One optimizer step with the accumulated gradients; returns their global norm before clipping.
+
+        Raises FloatingPointError for a non-finite norm; the weights are then unchanged.
+        """
+        self.scheduler.step(increment=1)
+        self._require_finite_gradients()
+        succeeded, grad_norm, _ = self.optimizer.step()
+        if not succeeded:
+            raise FloatingPointError("the optimizer refused the step (non-finite gradients)")
+        self.policy.weights_changed(self.policy.precision.version.value + 1)
+        return float(grad_norm)
+
+    def _require_finite_gradients(self) -> None:
+        """Raises FloatingPointError on every rank if any rank holds a NaN or Inf gradient."""
         bad = [n for n, p in self.policy.model.named_parameters() if not bool(p.main_grad.isfinite().all())]
-        return f"non-finite in {', '.join(bad[:5]) or 'no local parameter'}"
+        everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, bad)
+        names = sorted({name for names in everywhere for name in names})
+        if names:
+            raise FloatingPointError(f"non-finite gradient of {', '.join(names[:5])} ({len(names)} parameters)")
 
     @property
     def lr(self) -> float:

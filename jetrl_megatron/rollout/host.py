@@ -6,10 +6,11 @@ Run as `python -m jetrl_megatron.rollout.host FD`, FD being one end of a socket 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,7 @@ from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request
 def main() -> None:
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the trainer
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(descriptor)
     host = _Host(connection.recv())
     connection.send(("ok", None))
@@ -37,6 +38,14 @@ def main() -> None:
         except (RuntimeError, ValueError) as error:
             connection.send(("refused", f"{type(error).__name__}: {error}"))
     host.engine.shutdown()
+
+
+def _die_with_parent(parent: int) -> None:
+    """Never outlive the trainer, whatever kills it: end this process group, SGLang's children included. (The kernel's
+    PDEATHSIG follows the parent's THREAD, which ends after an engine restart.)"""
+    while os.getppid() == parent:
+        time.sleep(0.3)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 class _Host:

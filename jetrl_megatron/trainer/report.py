@@ -2,7 +2,7 @@
 
 Reads metrics.jsonl and config.resolved.yaml only, so it works on a finished, a running and a killed run. The keys it
 shows where present: `reward/mean`, `mismatch/max_abs_dlogp`, `mismatch/num_tokens`, `mismatch/num_nonzero`,
-`time/<phase>_s`, `time/step_s` (the whole step), `throughput/tokens_per_s`.
+`time/<phase>_s`, `time/total_s` (the whole step), `tokens/rollout_per_s`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jetrl_megatron.trainer.metrics import read_metrics
 
 REWARD, MISMATCH = "reward/mean", "mismatch/max_abs_dlogp"
 NUM_TOKENS, NUM_NONZERO = "mismatch/num_tokens", "mismatch/num_nonzero"
-STEP_TIME, THROUGHPUT = "time/step_s", "throughput/tokens_per_s"
+STEP_TIME, THROUGHPUT = "time/total_s", "tokens/rollout_per_s"
 CONFIG_FILE = "config.resolved.yaml"
 REPORT_FILE = "report.html"
 EDGE_STEPS = 5

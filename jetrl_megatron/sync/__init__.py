@@ -1,0 +1,1 @@
+"""Weight sync: from the trainer's ranks to the engines, versioned, checksummed, all or nothing."""

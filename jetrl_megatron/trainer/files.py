@@ -1,0 +1,27 @@
+"""The run folder: file names and atomic writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+CONFIG_FILE = "config.resolved.yaml"
+STATUS_FILE = "status.json"
+CHECKPOINTS = "checkpoints"
+INITIAL_MODEL = "initial_model"
+ENGINE_MODEL = "engine_model"
+HF_EXPORT = "hf"
+LOGS = "logs"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Write beside and rename: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def write_status(run_dir: Path, step: int, phase: str) -> None:
+    """`status.json`: where the run is now, for people and monitors."""
+    write_atomic(run_dir / STATUS_FILE, json.dumps({"step": step, "phase": phase, "pid": os.getpid()}))

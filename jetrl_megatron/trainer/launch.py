@@ -1,0 +1,55 @@
+"""`jetrl train` on this machine: one supervisor that starts the training ranks; under torchrun or Slurm it joins.
+
+The supervisor is torchrun's elastic agent used as a library. A rank that fails takes the others down; a supervisor
+that is killed takes its ranks along (PDEATHSIG in every rank).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from jetrl_megatron.config import RunConfig, dump_config
+from jetrl_megatron.trainer.files import CONFIG_FILE, write_atomic
+
+
+def launch(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
+    """Run to the end. Returns the exit code: 0 done, 2 a user's error, 1 a failure."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from jetrl_megatron.trainer.worker import run
+
+        return run(cfg, run_dir, resume)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / CONFIG_FILE, dump_config(cfg))
+    return _supervise(cfg, run_dir, resume)
+
+
+def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(cfg.trainer.num_threads))
+    num_ranks = cfg.parallel.model_size * (cfg.parallel.data or 1)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=f"jetrl-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.2,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    arguments = ["-m", "jetrl_megatron.trainer.worker", str(run_dir)] + (["--resume"] if resume else [])
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        _rank, failure = error.get_first_failure()
+        code = failure.exitcode
+        if code not in (1, 2):
+            print(f"jetrl: training rank {_rank} ended with code {code}; see the messages above", file=sys.stderr)
+        return code if code in (1, 2) else 1
+    return 0

@@ -1,0 +1,188 @@
+"""Everything a run holds: ranks, policy, reference, optimizer, engines, data, rewards, metrics. Built once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from jetrl_megatron.config import ModelDims, RunConfig
+from jetrl_megatron.config.plan import resolve_tp_invariant
+from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
+from jetrl_megatron.megatron.gather import load_hf
+from jetrl_megatron.megatron.groups import Ranks, initialize
+from jetrl_megatron.megatron.linear import LinearPrecision
+from jetrl_megatron.megatron.model import Policy, build_policy
+from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
+from jetrl_megatron.rl.data import PromptSource
+from jetrl_megatron.rl.rewards import Scorer
+from jetrl_megatron.rl.warmstart import make_model
+from jetrl_megatron.rollout.engine import EngineSpec
+from jetrl_megatron.rollout.sglang_engine import EnginePool
+from jetrl_megatron.sync.weight_sync import WeightSync
+from jetrl_megatron.trainer import files
+from jetrl_megatron.trainer.metrics import MetricsWriter
+from jetrl_megatron.weights.io import HfCheckpoint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """Engines, data, scorer and metrics live on global rank 0 and are None elsewhere."""
+
+    cfg: RunConfig
+    run_dir: Path
+    model_dir: Path
+    ranks: Ranks
+    policy: Policy
+    trainable: Trainable
+    reference: Policy | None
+    sync: WeightSync
+    first_step: int
+    stop_token_ids: tuple[int, ...]
+    engines: EnginePool | None
+    prompts: PromptSource | None
+    scorer: Scorer | None
+    metrics: MetricsWriter | None
+    tokenizer: Any
+
+    def close(self) -> None:
+        if self.engines is not None:
+            self.engines.shutdown()
+        for closable in (self.scorer, self.metrics, self.sync):
+            if closable is not None:
+                closable.close()
+
+
+def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
+    """Build all of it; engines start while the model loads. Raises ValueError for what only shows with the files open."""
+    torch.set_num_threads(cfg.trainer.num_threads)
+    ranks = initialize(cfg.parallel, cfg.trainer.seed)
+    model_dir = _model_dir(cfg, run_dir, ranks)
+    checkpoint = HfCheckpoint(model_dir)
+    dims = ModelDims.from_hf(checkpoint.config)
+    engines = _start_engines(cfg, run_dir, checkpoint.config) if ranks.is_main else None
+    try:
+        return _open(cfg, run_dir, resume, ranks, checkpoint, dims, engines)
+    except BaseException:
+        if engines is not None:
+            engines.shutdown()
+        raise
+
+
+def _open(
+    cfg: RunConfig,
+    run_dir: Path,
+    resume: bool,
+    ranks: Ranks,
+    checkpoint: HfCheckpoint,
+    dims: ModelDims,
+    engines: EnginePool | None,
+) -> Session:
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path))
+    policy = _policy(cfg, dims, ranks, cfg.trainer.recompute)
+    checkpoint.verify(policy.plan)
+    load_hf(policy, checkpoint)
+    reference = None
+    if cfg.algorithm.kl_coef > 0:
+        reference = _policy(cfg, dims, ranks, recompute=False)
+        load_hf(reference, checkpoint)
+    num_updates = cfg.trainer.num_steps * cfg.algorithm.updates_per_step
+    trainable = make_trainable(policy, cfg.optimizer, num_updates)
+    first_step, resumed = 1, latest_checkpoint(run_dir / files.CHECKPOINTS) if resume else None
+    if resumed is not None:
+        state = load_checkpoint(resumed, trainable)
+        first_step = state.step + 1
+        log.info("resumed from %s (weight version %d)", resumed, state.weight_version)
+    main = ranks.is_main
+    done = first_step - 1 if resume else None
+    return Session(
+        cfg=cfg,
+        run_dir=run_dir,
+        model_dir=checkpoint.path,
+        ranks=ranks,
+        policy=policy,
+        trainable=trainable,
+        reference=reference,
+        sync=WeightSync(policy, engines, cfg.sync, run_dir, fp8=cfg.precision.rollout == "fp8"),
+        first_step=first_step,
+        stop_token_ids=cfg.rollout.stop_token_ids or _eos_ids(checkpoint),
+        engines=engines,
+        prompts=PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if main else None,
+        scorer=Scorer(cfg.reward) if main else None,
+        metrics=MetricsWriter(run_dir, cfg.logging, done, cfg.model_dump()) if main else None,
+        tokenizer=tokenizer,
+    )
+
+
+def _model_dir(cfg: RunConfig, run_dir: Path, ranks: Ranks) -> Path:
+    """The HF folder of the first weights; made on rank 0 where the configuration asks for it."""
+    if cfg.model.init == "hf":
+        return Path(cfg.model.path or "").expanduser()
+    folder = run_dir / files.INITIAL_MODEL
+    if ranks.is_main:
+        make_model(cfg.model, cfg.data, cfg.trainer.seed, folder)
+    dist.barrier()
+    return folder
+
+
+def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> Policy:
+    precision = cfg.precision
+    recipe = Fp8Recipe(
+        format=Fp8Format(precision.granularity, precision.scale_format),
+        dgrad=precision.dgrad,
+        wgrad=precision.wgrad,
+        saved_activation=precision.saved_activation,
+    )
+    invariant = resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available())
+    linear = LinearPrecision(fp8=precision.train == "fp8", recipe=recipe, tp_invariant=invariant)
+    return build_policy(dims, cfg.parallel, ranks, linear, recompute)
+
+
+def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> EnginePool:
+    """Start all engine processes without waiting for them."""
+    rollout = cfg.rollout
+    model_dir = run_dir / files.ENGINE_MODEL
+    model_dir.mkdir(parents=True, exist_ok=True)
+    method = f"jetrl_{cfg.precision.rollout}"
+    quantization = {
+        "quant_method": method,
+        "granularity": cfg.precision.granularity,
+        "scale_format": cfg.precision.scale_format,
+        "tp_invariant": resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available()),
+    }
+    files.write_atomic(model_dir / "config.json", json.dumps({**hf_config, "quantization_config": quantization}))
+    specs = [
+        EngineSpec(
+            model_dir=model_dir,
+            method=method,
+            tensor_parallel=rollout.tensor_parallel,
+            max_running_requests=rollout.max_running_requests,
+            max_total_tokens=rollout.max_total_tokens,
+            chunked_prefill_tokens=rollout.chunked_prefill_tokens,
+            mem_fraction_static=rollout.mem_fraction_static,
+            num_threads=cfg.trainer.num_threads,
+            port=rollout.port_base + 100 * i if rollout.port_base else 0,
+            log_file=run_dir / files.LOGS / f"engine_{i}.log",
+        )
+        for i in range(rollout.num_engines)
+    ]
+    return EnginePool(specs, rollout.start_timeout_s, rollout.request_timeout_s, rollout.max_restarts)
+
+
+def _eos_ids(checkpoint: HfCheckpoint) -> tuple[int, ...]:
+    """End-of-sequence ids of the generation config, else of the model config."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint.path / name
+        value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    raise ValueError("eos_token_id: missing in generation_config.json and config.json; fix: set rollout.stop_token_ids")

@@ -1,0 +1,83 @@
+"""One training rank: opens the session, runs the loop, exports, reports. `python -m jetrl_megatron.trainer.worker DIR`."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from jetrl_megatron.config import ConfigError, RunConfig, dump_config, load_config
+from jetrl_megatron.trainer import files
+
+
+def run(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
+    """Train on this rank. Returns 0, 2 for a user's error, 1 for a named failure (message on stderr)."""
+    from jetrl_megatron.rl.mismatch import MismatchError
+    from jetrl_megatron.rollout.engine import EngineDiedError
+    from jetrl_megatron.sync.weight_sync import SyncError
+
+    main = os.environ["RANK"] == "0"
+    logging.basicConfig(level=logging.INFO if main else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    for noisy in ("megatron", "torch", "transformers", "httpx", "matplotlib"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    if main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(run_dir / files.CONFIG_FILE, dump_config(cfg))
+    try:
+        _train(cfg, run_dir, resume)
+    except (ConfigError, ValueError) as error:
+        return _fail(main, str(error), 2)
+    except (MismatchError, SyncError, EngineDiedError, FloatingPointError) as error:
+        return _fail(main, f"{type(error).__name__}: {error}", 1)
+    return 0
+
+
+def _fail(main: bool, message: str, code: int) -> int:
+    if main:
+        print(f"jetrl: {message}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code)  # other ranks may sit in a collective; the launcher ends them
+
+
+def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
+    from jetrl_megatron.megatron.gather import export_bf16
+    from jetrl_megatron.megatron.groups import shutdown
+    from jetrl_megatron.trainer.loop import train
+    from jetrl_megatron.trainer.progress import Progress
+    from jetrl_megatron.trainer.report import summarize, write_report
+    from jetrl_megatron.trainer.session import open_session
+    from jetrl_megatron.weights.io import HfCheckpoint, write_hf
+
+    session = open_session(cfg, run_dir, resume)
+    try:
+        with Progress(cfg, enabled=cfg.logging.progress and session.ranks.is_main) as progress:
+            train(session, progress.on_step)
+        if cfg.checkpoint.export_hf:
+            tensors = export_bf16(session.policy)
+            if session.ranks.is_main:
+                source = HfCheckpoint(session.model_dir)
+                write_hf(run_dir / files.HF_EXPORT, tensors, source.config, source.path)
+            else:
+                for _ in tensors:
+                    pass
+        if session.ranks.is_main:
+            files.write_status(run_dir, cfg.trainer.num_steps, "done")
+            write_report(run_dir)
+            print(summarize(run_dir))
+    finally:
+        session.close()
+    shutdown()
+
+
+def main() -> Any:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed supervisor takes its ranks along
+    run_dir = Path(sys.argv[1])
+    sys.exit(run(load_config(run_dir / files.CONFIG_FILE, []), run_dir, "--resume" in sys.argv[2:]))
+
+
+if __name__ == "__main__":
+    main()
