@@ -62,8 +62,9 @@ class Policy:
     precision: LinearPrecision
     head: LogprobHead
 
-    def named_rules(self) -> Iterator[tuple[Rule, nn.Parameter, nn.Module]]:
-        """(rule, local parameter, its module) for every parameter of this pipeline stage."""
+    def named_rules(self) -> Iterator[tuple[Rule, nn.Parameter, Any]]:
+        """(rule, local parameter, its module) for every parameter of this pipeline stage. The module of a quantized
+        rule is one of our linears."""
         parameters = dict(self.model.named_parameters())
         for rule in self.rules:
             name = shift_layer(rule.megatron_name, -self.first_layer)

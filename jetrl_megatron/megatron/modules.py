@@ -98,6 +98,7 @@ class RopeSelfAttention(SelfAttention):
         q, k, v = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
 
         def rotate(x: Tensor) -> Tensor:  # [T, 1, h, D]
+            assert self._positions is not None
             return ops.rope(x.squeeze(1), self._positions, self.rope_table).unsqueeze(1)
 
         return rotate(q), rotate(k), v

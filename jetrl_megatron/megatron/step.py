@@ -46,7 +46,9 @@ def pack(
     total = sum(lengths)
     padded = max(-(-total // pad_multiple) * pad_multiple, pad_to)
     flat = [token for ids, _ in sequences for token in ids] + [0] * (padded - total)
-    rows, targets, start = [], [], 0
+    rows: list[int] = []
+    targets: list[int] = []
+    start = 0
     for ids, prompt_length in sequences:
         rows.extend(range(start + prompt_length - 1, start + len(ids) - 1))
         targets.extend(ids[prompt_length:])

@@ -57,11 +57,13 @@ class _PackedAttention(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
         for index, valid in _padded_groups(ctx.cu):
-            inputs = [t[index].float().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+            q_BHSD, k_BGSD, v_BGSD = (t[index].float().transpose(1, 2).requires_grad_() for t in (q, k, v))
             with torch.enable_grad():
-                o = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
+                o = F.scaled_dot_product_attention(
+                    q_BHSD, k_BGSD, v_BGSD, is_causal=True, scale=ctx.scale, enable_gqa=True
+                )
             do = (grads[0][index].float() * valid[..., None, None]).transpose(1, 2)
-            for total, part in zip((dq, dk, dv), torch.autograd.grad(o, inputs, do), strict=True):
+            for total, part in zip((dq, dk, dv), torch.autograd.grad(o, (q_BHSD, k_BGSD, v_BGSD), do), strict=True):
                 total[index[valid]] = part.transpose(1, 2)[valid].to(total.dtype)
         return dq, dk, dv, None, None
 
@@ -70,7 +72,8 @@ def _padded_groups(cu: list[int], max_tokens: int = 8192) -> list[tuple[Tensor, 
     """Sequences of similar length as index [b, s] into the packed tokens and a validity mask [b, s]."""
     spans = sorted(zip(cu, cu[1:], strict=False), key=lambda span: span[1] - span[0])
     spans = [span for span in spans if span[1] > span[0]]
-    groups, current = [], []
+    groups: list[list[tuple[int, int]]] = []
+    current: list[tuple[int, int]] = []
     for span in spans:
         length = span[1] - span[0]
         if current and (len(current) + 1) * length > max_tokens:

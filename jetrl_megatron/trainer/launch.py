@@ -30,6 +30,7 @@ def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # third-party deprecations, dozens a start
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.trainer.num_threads))
     num_ranks = cfg.parallel.model_size * (cfg.parallel.data or 1)
     config = LaunchConfig(

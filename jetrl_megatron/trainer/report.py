@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -93,7 +94,7 @@ def sparkline(values: Sequence[float]) -> str:
     """Unicode bars from the least to the largest value, at most 60 (means of equal parts); NaN is `?`."""
     count = min(len(values), MAX_BARS)
     edges = [len(values) * i // count for i in range(count + 1)] if count else [0]
-    means = [_mean(values[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
     finite = [value for value in means if math.isfinite(value)]
     low, span = (min(finite), max(finite) - min(finite)) if finite else (0.0, 0.0)
 
@@ -171,7 +172,7 @@ def _draw_mismatch(axes: Any, rows: Rows) -> bool:
 
 
 def _draw_times(axes: Any, rows: Rows) -> bool:
-    """Phases of a step, stacked; `time/step_s` is their sum plus what no phase claims."""
+    """Phases of a step, stacked, without the total of the step."""
     keys = sorted({key for row in rows for key in row if key.startswith("time/") and key.endswith("_s")} - {STEP_TIME})
     steps = [int(row["step"]) for row in rows]
     stacks = [[float(row.get(key) or 0.0) for row in rows] for key in keys]

@@ -63,46 +63,46 @@ class Session:
 
 
 def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
-    """Build all of it; engines start while the model loads. Raises ValueError for what only shows with the files open."""
+    """Build all of it. Files are read and checked (ValueError) before the engines, which are slow, are started."""
     torch.set_num_threads(cfg.trainer.num_threads)
     ranks = initialize(cfg.parallel, cfg.trainer.seed)
-    model_dir = _model_dir(cfg, run_dir, ranks)
-    checkpoint = HfCheckpoint(model_dir)
-    dims = ModelDims.from_hf(checkpoint.config)
+    checkpoint = HfCheckpoint(_model_dir(cfg, run_dir, ranks))
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path))
+    prompts = PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if ranks.is_main else None
+    policy = _policy(cfg, ModelDims.from_hf(checkpoint.config), ranks, cfg.trainer.recompute)
+    checkpoint.verify(policy.plan)
+    load_hf(policy, checkpoint)
     engines = _start_engines(cfg, run_dir, checkpoint.config) if ranks.is_main else None
     try:
-        return _open(cfg, run_dir, resume, ranks, checkpoint, dims, engines)
+        return _finish(cfg, run_dir, resume, checkpoint, tokenizer, prompts, policy, engines)
     except BaseException:
         if engines is not None:
             engines.shutdown()
         raise
 
 
-def _open(
+def _finish(
     cfg: RunConfig,
     run_dir: Path,
     resume: bool,
-    ranks: Ranks,
     checkpoint: HfCheckpoint,
-    dims: ModelDims,
+    tokenizer: Any,
+    prompts: PromptSource | None,
+    policy: Policy,
     engines: EnginePool | None,
 ) -> Session:
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path))
-    policy = _policy(cfg, dims, ranks, cfg.trainer.recompute)
-    checkpoint.verify(policy.plan)
-    load_hf(policy, checkpoint)
+    """What can be done while the engines start."""
+    ranks = policy.ranks
     reference = None
     if cfg.algorithm.kl_coef > 0:
-        reference = _policy(cfg, dims, ranks, recompute=False)
+        reference = _policy(cfg, policy.dims, ranks, recompute=False)
         load_hf(reference, checkpoint)
-    num_updates = cfg.trainer.num_steps * cfg.algorithm.updates_per_step
-    trainable = make_trainable(policy, cfg.optimizer, num_updates)
+    trainable = make_trainable(policy, cfg.optimizer, cfg.trainer.num_steps * cfg.algorithm.updates_per_step)
     first_step, resumed = 1, latest_checkpoint(run_dir / files.CHECKPOINTS) if resume else None
     if resumed is not None:
         state = load_checkpoint(resumed, trainable)
         first_step = state.step + 1
         log.info("resumed from %s (weight version %d)", resumed, state.weight_version)
-    main = ranks.is_main
     done = first_step - 1 if resume else None
     return Session(
         cfg=cfg,
@@ -116,9 +116,9 @@ def _open(
         first_step=first_step,
         stop_token_ids=cfg.rollout.stop_token_ids or _eos_ids(checkpoint),
         engines=engines,
-        prompts=PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if main else None,
-        scorer=Scorer(cfg.reward) if main else None,
-        metrics=MetricsWriter(run_dir, cfg.logging, done, cfg.model_dump()) if main else None,
+        prompts=prompts,
+        scorer=Scorer(cfg.reward) if ranks.is_main else None,
+        metrics=MetricsWriter(run_dir, cfg.logging, done, cfg.model_dump()) if ranks.is_main else None,
         tokenizer=tokenizer,
     )
 

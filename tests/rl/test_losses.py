@@ -50,7 +50,8 @@ def test_asymmetric_clip_by_hand() -> None:
     out = policy_loss(logp, torch.zeros(1), one, one, torch.zeros(1, dtype=torch.int64), None, None, cfg,
                       BatchNorm(1, 1, (1,)))  # fmt: skip
     out.loss.backward()  # type: ignore[no-untyped-call]
-    assert logp.grad is not None and logp.grad.item() == pytest.approx(-1.25, rel=1e-6)
+    assert logp.grad is not None
+    assert logp.grad.item() == pytest.approx(-1.25, rel=1e-6)
 
 
 def test_on_policy_gradient_is_policy_gradient() -> None:
@@ -60,8 +61,10 @@ def test_on_policy_gradient_is_policy_gradient() -> None:
         out = policy_loss(logp, logp.detach(), torch.tensor([2.0, -4.0]), torch.ones(2),
                           torch.zeros(2, dtype=torch.int64), None, None, cfg, BatchNorm(2, 1, (2,)))  # fmt: skip
         out.loss.backward()  # type: ignore[no-untyped-call]
-        assert logp.grad is not None and logp.grad.tolist() == [-1.0, 2.0]
-        assert out.clip_fraction.item() == 0.0 and out.approx_kl.item() == 0.0
+        assert logp.grad is not None
+        assert logp.grad.tolist() == [-1.0, 2.0]
+        assert out.clip_fraction.item() == 0.0
+        assert out.approx_kl.item() == 0.0
 
 
 def test_token_mean_counts_dead_groups() -> None:
@@ -185,7 +188,10 @@ def test_masked_tokens_are_never_read() -> None:
         out.loss.backward()  # type: ignore[no-untyped-call]
         grads.append(batch["logp_T"].grad)
         values.append(out.loss.item())
-    assert values[0] == values[1] and torch.equal(grads[0], grads[1])  # type: ignore[arg-type]
+    assert values[0] == values[1]
+    assert grads[0] is not None
+    assert grads[1] is not None
+    assert torch.equal(grads[0], grads[1])
 
 
 def test_extreme_ratios_stay_finite() -> None:
@@ -197,7 +203,8 @@ def test_extreme_ratios_stay_finite() -> None:
                           BatchNorm(2, 1, (2,)))  # fmt: skip
         out.loss.backward()  # type: ignore[no-untyped-call]
         assert math.isfinite(out.loss.item())
-        assert logp.grad is not None and torch.isfinite(logp.grad).all()
+        assert logp.grad is not None
+        assert torch.isfinite(logp.grad).all()
 
 
 def test_empty_micro_batch() -> None:
@@ -206,7 +213,8 @@ def test_empty_micro_batch() -> None:
     none = torch.zeros(0)
     out = policy_loss(empty, none, none, none, torch.zeros(0, dtype=torch.int64), None, None, AlgorithmConfig(), NORM)
     out.loss.backward()  # type: ignore[no-untyped-call]
-    assert out.loss.item() == 0.0 and out.ratio_max.item() == 0.0
+    assert out.loss.item() == 0.0
+    assert out.ratio_max.item() == 0.0
 
 
 def test_nothing_is_broadcast() -> None:
@@ -223,7 +231,8 @@ def test_tis_weights_by_hand() -> None:
     old = torch.tensor(log_ratios, requires_grad=True)
     cfg = MismatchConfig(correction="tis", tis_clip=2.0)
     weights = correction_weights(old, torch.zeros(6), cfg)
-    assert weights is not None and not weights.requires_grad
+    assert weights is not None
+    assert not weights.requires_grad
     expected = [math.exp(0.1), math.exp(-1.5), 2.0, math.exp(-10), math.exp(0.3), math.exp(-20)]
     assert weights.tolist() == pytest.approx(expected, rel=1e-6)
     assert correction_weights(old, torch.zeros(6), MismatchConfig()) is None
@@ -244,4 +253,6 @@ def test_correction_multiplies_the_surrogate_only() -> None:
     """With weights 0 the policy term vanishes and the KL term stays."""
     cfg = AlgorithmConfig(kl_coef=0.5, kl_estimator="k1")
     out = one_sequence([-1.0], [-1.0], [3.0], cfg=cfg, weights_T=torch.zeros(1), ref_logp_T=torch.tensor([-3.0]))
-    assert out.policy.item() == 0.0 and out.kl.item() == 2.0 and out.loss.item() == 1.0
+    assert out.policy.item() == 0.0
+    assert out.kl.item() == 2.0
+    assert out.loss.item() == 1.0

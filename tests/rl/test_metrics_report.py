@@ -24,7 +24,7 @@ REPO = Path(__file__).resolve().parents[2]
 def row(step: int, **extra: Any) -> dict[str, Any]:
     return {
         "reward/mean": step / 10, "mismatch/max_abs_dlogp": 0.0, "mismatch/num_tokens": 100, "mismatch/num_nonzero": 0,
-        "time/rollout_s": 1.0, "time/train_s": 0.5, "time/step_s": 2.0, "throughput/tokens_per_s": 50.0, **extra,
+        "time/rollout_s": 1.0, "time/train_s": 0.5, "time/total_s": 2.0, "tokens/rollout_per_s": 50.0, **extra,
     }  # fmt: skip
 
 
@@ -32,9 +32,11 @@ def test_nonfinite_numbers_are_strict_json() -> None:
     """NaN and infinities survive a round trip through JSON that any parser reads."""
     line = encode_row(3, {"a": math.nan, "b": -math.inf, "c": 1.5, "d": 2, "e": "x", "f": None})
     strict = json.loads(line, parse_constant=lambda name: pytest.fail(f"not JSON: {name}"))
-    assert strict["a"] is None and strict["nonfinite"] == {"a": "nan", "b": "-inf"}
+    assert strict["a"] is None
+    assert strict["nonfinite"] == {"a": "nan", "b": "-inf"}
     back = decode_row(line)
-    assert math.isnan(back.pop("a")) and back == {"step": 3, "b": -math.inf, "c": 1.5, "d": 2, "e": "x", "f": None}
+    assert math.isnan(back.pop("a"))
+    assert back == {"step": 3, "b": -math.inf, "c": 1.5, "d": 2, "e": "x", "f": None}
     for bad in ({"step": 1}, {"a": [1]}):
         with pytest.raises(ValueError, match="rule"):
             encode_row(0, bad)
@@ -55,11 +57,14 @@ def test_resume_keeps_steps_up_to_the_checkpoint(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path, QUIET, resume_step=2) as writer:
         writer.write(3, row(3, **{"reward/mean": 0.9}))
     rows = read_metrics(tmp_path)
-    assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[3]["reward/mean"] == 0.9
+    assert [r["step"] for r in rows] == [0, 1, 2, 3]
+    assert rows[3]["reward/mean"] == 0.9
     files = sorted((tmp_path / "samples").iterdir())
     assert [f.name for f in files] == [f"step_{i:06d}.jsonl" for i in range(3)]
     records = [json.loads(line) for line in files[0].read_text().splitlines()]
-    assert len(records) == 16 and records[0]["text"] == "ä" and records[0]["logprobs"] == [-0.5]
+    assert len(records) == 16
+    assert records[0]["text"] == "ä"
+    assert records[0]["logprobs"] == [-0.5]
 
 
 def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
@@ -72,7 +77,8 @@ def test_tensorboard_has_the_numbers(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     got = [(e.step, round(e.value, 6)) for e in events.Scalars("reward/mean")]
-    assert got == [(0, 0.0), (1, 0.1)] and "note" not in events.Tags()["scalars"]
+    assert got == [(0, 0.0), (1, 0.1)]
+    assert "note" not in events.Tags()["scalars"]
 
 
 def test_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +104,20 @@ def test_report(tmp_path: Path) -> None:
             writer.write(step, row(step))
     page = write_report(tmp_path).read_text()
     images = re.findall(r'src="data:image/png;base64,([^"]+)"', page)
-    assert len(images) == 4 and all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
-    assert "0.0 (exact)" in page and "1,200 (0 differ)" in page and "24.0 s" in page
-    assert "0.200" in page and "0.900" in page and "name: &lt;demo&gt;" in page
+    assert len(images) == 4
+    assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
+    assert "0.0 (exact)" in page
+    assert "1,200 (0 differ)" in page
+    assert "24.0 s" in page
+    assert "0.200" in page
+    assert "0.900" in page
+    assert "name: &lt;demo&gt;" in page
     assert "http" not in re.sub(r"base64,[^\"]+", "", page)
     text = summarize(tmp_path)
-    assert "▁" in text and "█" in text and "0.00 -> 1.10" in text and "0.0 (exact)" in text
+    assert "▁" in text
+    assert "█" in text
+    assert "0.00 -> 1.10" in text
+    assert "0.0 (exact)" in text
     assert write_report(tmp_path).read_text() == page
 
 
@@ -115,7 +129,8 @@ def test_report_never_hides_a_mismatch(tmp_path: Path, bad: float, expected: str
     with MetricsWriter(tmp_path, QUIET) as writer:
         for step in range(3):
             writer.write(step, row(step, **({"mismatch/max_abs_dlogp": bad} if step == 1 else {})))
-    assert expected in summarize(tmp_path) and expected in write_report(tmp_path).read_text()
+    assert expected in summarize(tmp_path)
+    assert expected in write_report(tmp_path).read_text()
 
 
 def test_report_of_a_run_without_measurements(tmp_path: Path) -> None:
@@ -133,7 +148,8 @@ def test_sparkline() -> None:
     """Eight levels from least to largest, NaN visible, at most 60 bars, flat and empty series."""
     assert sparkline(range(8)) == "▁▂▃▄▅▆▇█"
     assert sparkline([0.0, math.nan, 1.0]) == "▁?█"
-    assert sparkline([0.5, 0.5]) == "▁▁" and sparkline([]) == ""
+    assert sparkline([0.5, 0.5]) == "▁▁"
+    assert sparkline([]) == ""
     assert len(sparkline([float(i) for i in range(1000)])) == 60
 
 
@@ -143,6 +159,7 @@ def test_configs_load(name: str) -> None:
     import yaml
 
     cfg = RunConfig(**yaml.safe_load((REPO / "configs" / f"{name}.yaml").read_text()))
-    assert cfg.require_exact and cfg.precision.dgrad == cfg.precision.wgrad == "bf16"
+    assert cfg.require_exact
+    assert cfg.precision.dgrad == cfg.precision.wgrad == "bf16"
     if cfg.data.generated:
         assert cfg.rollout.max_new_tokens == cfg.data.max_digits + 1

@@ -46,7 +46,8 @@ def test_equal_is_exactly_zero_and_passes() -> None:
     stats = measured(values, values)
     require_exact(stats)
     metrics = stats.metrics()
-    assert metrics["max_abs_dlogp"] == metrics["kl_k3"] == 0.0 and metrics["token_mult_prob_error"] == 1.0
+    assert metrics["max_abs_dlogp"] == metrics["kl_k3"] == 0.0
+    assert metrics["token_mult_prob_error"] == 1.0
 
 
 def test_one_ulp_is_seen() -> None:
@@ -74,8 +75,10 @@ def test_nonfinite_never_passes(bad: float, side: str, merged_first: bool) -> No
         total = clean
     else:
         total.merge(clean)
-    assert math.isnan(total.max_abs_dlogp) and math.isnan(total.metrics()["mean_abs_dlogp"])
-    assert total.num_nonfinite == 1 and total.num_nonzero == 1
+    assert math.isnan(total.max_abs_dlogp)
+    assert math.isnan(total.metrics()["mean_abs_dlogp"])
+    assert total.num_nonfinite == 1
+    assert total.num_nonzero == 1
     with pytest.raises(MismatchError, match="not finite"):
         require_exact(total)
 

@@ -52,7 +52,8 @@ def test_held_out_problems_are_never_trained_on() -> None:
         split: {tasks.problem(task, split, seed, row, 2, 2) for seed in (0, 1) for row in range(300)}
         for split in ("train", "eval", "warmstart")
     }
-    assert drawn["eval"] and not drawn["eval"] & (drawn["train"] | drawn["warmstart"])
+    assert drawn["eval"]
+    assert not drawn["eval"] & (drawn["train"] | drawn["warmstart"])
 
 
 def test_tokenizer_round_trip(tmp_path: Path) -> None:
@@ -64,8 +65,10 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
     for tokenizer in (built, AutoTokenizer.from_pretrained(tmp_path)):
         for text in ("0123456789", "12                      =", "1+2=3", " ", "  7 "):
             ids = tokenizer(text)["input_ids"]
-            assert len(ids) == len(text) and tokenizer.decode(ids) == text
-        assert len(tokenizer) == 64 and all(tokenizer.decode([i]) for i in range(64))
+            assert len(ids) == len(text)
+            assert tokenizer.decode(ids) == text
+        assert len(tokenizer) == 64
+        assert all(tokenizer.decode([i]) for i in range(64))
         assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<eos>"
         assert response_text(tokenizer, [2, 3, 1], [1]) == "01"
         assert response_text(tokenizer, [2, 0, 3, 1], [1]) == "0<pad>1"
@@ -90,7 +93,8 @@ def test_order_is_a_function_of_seed_and_step(tmp_path: Path, shuffle: bool) -> 
     other = PromptSource(cfg, tokenizer, seed=1)
     assert (rows[:10] != [p.row for s in range(3) for p in other.prompts_for_step(s, 4)][:10]) == shuffle
     prompt = source.prompts_for_step(0, 4)[2]
-    assert prompt.index == 2 and tokenizer.decode(prompt.token_ids) == prompt.text == f"{prompt.row}+1="
+    assert prompt.index == 2
+    assert tokenizer.decode(prompt.token_ids) == prompt.text == f"{prompt.row}+1="
 
 
 def test_generated_prompts() -> None:
@@ -99,10 +103,12 @@ def test_generated_prompts() -> None:
     step = source.prompts_for_step(7, 16)
     assert step == source.prompts_for_step(7, 16)
     texts = {p.text for s in range(8) for p in source.prompts_for_step(s, 16)}
-    assert len(texts) == 128 and not texts & {p.text for p in source.eval_prompts(64)}
+    assert len(texts) == 128
+    assert not texts & {p.text for p in source.eval_prompts(64)}
     for p in step:
         total = 0
-        assert len(p.text) == 25 and 12 <= len(p.answer) <= 24
+        assert len(p.text) == 25
+        assert 12 <= len(p.answer) <= 24
         for digit, got in zip(p.text.split("=")[0].strip(), p.answer, strict=True):
             total += int(digit)
             assert int(got) == total % 10
@@ -142,13 +148,14 @@ def test_hf_folder_chat_template_and_eval_file(tmp_path: Path) -> None:
                      prompt_template="<{prompt}>", shuffle=False)  # fmt: skip
     source = PromptSource(cfg, tokenizer, seed=0)
     first = source.prompts_for_step(0, 1)[0]
-    assert first.text == "[system:s][user:<1>]>" == tokenizer.decode(first.token_ids) and first.answer == "1"
-    with pytest.raises(ValueError, match="eval.path"):
+    assert first.text == "[system:s][user:<1>]>" == tokenizer.decode(first.token_ids)
+    assert first.answer == "1"
+    with pytest.raises(ValueError, match=r"eval\.path"):
         source.eval_prompts(1)
     (tmp_path / "e.jsonl").write_text('{"q": "9", "a": "#### 9"}\n')
     held_out = PromptSource(cfg, tokenizer, seed=0, eval_path=tmp_path / "e.jsonl").eval_prompts(5)
     assert [p.answer for p in held_out] == ["#### 9"]
-    with pytest.raises(ValueError, match="data.split"):
+    with pytest.raises(ValueError, match=r"data\.split"):
         PromptSource(cfg.model_copy(update={"split": "test"}), tokenizer, seed=0)
 
 
@@ -180,7 +187,8 @@ def test_make_model(tmp_path: Path) -> None:
     assert weights[0] == weights[1] != weights[2]
     model = AutoModelForCausalLM.from_pretrained(a, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(a)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.config.vocab_size == len(tokenizer) == 64
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.config.vocab_size == len(tokenizer) == 64
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
     assert make_model(cfg, CHAIN, 0, a) == a
@@ -201,4 +209,28 @@ def test_training_learns() -> None:
     tokenizer = tasks.build_char_tokenizer(64)
     cfg = WarmstartConfig(num_steps=30, batch_size=16, lr=1e-2, warmup_steps=2)
     losses = train(_build({**TINY}, tokenizer), tokenizer, cfg, CHAIN, 0)
-    assert losses[0] == pytest.approx(4.16, abs=0.2) and losses[-1] < 2.5
+    assert losses[0] == pytest.approx(4.16, abs=0.2)
+    assert losses[-1] < 2.5
+
+
+@pytest.mark.slow
+def test_quickstart_warm_start_leaves_room_for_rl(tmp_path: Path) -> None:
+    """The shipped settings end between .2 and .4 sampled pass rate (measured: .27 to .32 over five seeds; the
+    demonstrator's own rate is .34), so that RL starts with a signal and has something to gain."""
+    import yaml
+
+    raw = yaml.safe_load((Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml").read_text())
+    model_cfg, data = ModelConfig(**raw["model"]), DataConfig(**raw["data"])
+    folder = make_model(model_cfg, data, 0, tmp_path / "m")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompts = PromptSource(data, tokenizer, 0).eval_prompts(400)
+    ids = torch.tensor([prompt.token_ids for prompt in prompts])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(data.max_digits + 1):
+            probabilities = model(ids, use_cache=False).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
+    texts = [tokenizer.decode(row).partition("<eos>")[0] for row in ids]
+    rate = sum(text == p.text + p.answer for text, p in zip(texts, prompts, strict=True)) / len(prompts)
+    assert 0.2 < rate < 0.4
