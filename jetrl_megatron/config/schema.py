@@ -34,9 +34,9 @@ class Section(BaseModel):
 class WarmstartConfig(Section):
     """Supervised warm start of a tiny model, made by code (HF transformers, fp32), before RL."""
 
-    num_steps: int = _f(110, "optimizer steps", ge=1)
-    batch_size: int = _f(96, "sequences per step", ge=1)
-    lr: float = _f(3e-3, "peak AdamW learning rate", gt=0)
+    num_steps: int = _f(180, "optimizer steps", ge=1)
+    batch_size: int = _f(48, "sequences per step", ge=1)
+    lr: float = _f(7e-3, "peak AdamW learning rate", gt=0)
     warmup_steps: int = _f(20, "linear warm-up steps; afterwards linear decay to 10 %", ge=0)
     demonstrator_error: float = _f(0.06, "probability that the demonstrator gets one step wrong", ge=0, lt=1)
 

@@ -21,6 +21,7 @@ from jetrl_megatron.ops.autograd import differentiable
 from jetrl_megatron.ops.kernels import kernels
 from jetrl_megatron.ops.recorder import operator
 from jetrl_megatron.ops.rope import RopeTable
+from jetrl_megatron.ops.timing import timed
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -102,6 +103,7 @@ class ExactWeight:
     prepared: Any
 
     @classmethod
+    @timed("prepare_weight")
     def of(cls, weight: Tensor, maximum: Reduce | None = None) -> ExactWeight:
         weight = weight.detach()
         row_max = None if maximum is None else maximum(weight.double().abs().amax(-1, keepdim=True))
@@ -181,6 +183,7 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     )
 
 
+@timed("sample")
 def sample(logits: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     """Token ids [B] drawn from tempered logits [B, V]; see `reference.sample`."""
     ids: Tensor = kernels().sample(logits, uniforms, top_p, top_k)

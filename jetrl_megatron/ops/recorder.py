@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from jetrl_megatron.ops.timing import timed
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -62,9 +64,12 @@ def recording() -> bool:
 
 
 def operator(name: str) -> Callable[[F], F]:
-    """Mark a public function of `ops` as an operator; its tensor arguments and results become edges."""
+    """Mark a public function of `ops` as an operator; its tensor arguments and results become edges, its time is kept
+    by `timing`."""
 
     def decorate(function: F) -> F:
+        function = timed(name)(function)
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)

@@ -220,22 +220,34 @@ def sample(logits: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Te
     top_p [B], top_k [B] (values >= V: off) -> token ids [B] int64.
 
     Probabilities are integers round(2^30 * exp(z - max)), so every cumulative sum is exact in fp64; a token below
-    2^-31 of the top one is never drawn. Order: descending logit, lower id first.
+    2^-31 of the top one is never drawn. Order of the tokens: ascending id where a row cuts nothing, else descending
+    logit, lower id first; top-p keeps the fewest tokens that hold that share of the mass that top-k left.
     """
     weights = (exp32(logits - logits.amax(-1, keepdim=True)).double() * 2.0**30).round_()
-    vocab = logits.shape[-1]
-    if bool((top_p >= 1).all()) and bool((top_k >= vocab).all()):
-        cumulative = weights.cumsum(-1)
-        threshold = (uniforms * cumulative[:, -1]).floor()
-        return torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)
+    cut = (top_p < 1) | (top_k < logits.shape[-1])
+    if not bool(cut.any()):
+        return _inverse_cdf(weights, uniforms)
+    ids = _sample_cut(logits[cut], weights[cut], uniforms[cut], top_p[cut], top_k[cut])
+    if bool(cut.all()):
+        return ids
+    out = torch.empty(len(logits), dtype=torch.int64)
+    out[cut], out[~cut] = ids, _inverse_cdf(weights[~cut], uniforms[~cut])
+    return out
+
+
+def _sample_cut(logits: Tensor, weights: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     weights = weights.gather(-1, order)
-    cumulative = weights.cumsum(-1)
-    keep = torch.arange(vocab).unsqueeze(0) < top_k.unsqueeze(-1)
+    keep = torch.arange(logits.shape[-1]).unsqueeze(0) < top_k.unsqueeze(-1)
     kept_mass = (weights * keep).sum(-1, keepdim=True)
-    keep &= (cumulative - weights) < kept_mass * top_p.double().unsqueeze(-1)
+    keep &= (weights.cumsum(-1) - weights) < kept_mass * top_p.double().unsqueeze(-1)
     keep[:, 0] = True
-    cumulative = (weights * keep).cumsum(-1)
+    slot = _inverse_cdf(weights * keep, uniforms)
+    return order.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
+
+
+def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """First index whose cumulative integer weight exceeds floor(uniform * total)."""
+    cumulative = weights.cumsum(-1)
     threshold = (uniforms * cumulative[:, -1]).floor()
-    slot = torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True)
-    return order.gather(-1, slot).squeeze(-1)
+    return torch.searchsorted(cumulative, threshold.unsqueeze(-1), right=True).squeeze(-1)

@@ -96,6 +96,7 @@ class EngineSpec:
             "skip_tokenizer_init": True,
             "grammar_backend": "none",
             "disable_overlap_schedule": True,
+            "sleep_on_idle": True,  # else the scheduler spins on a whole core while the trainer works
             "tp_size": self.tensor_parallel,
             "max_running_requests": self.max_running_requests,
             "max_total_tokens": self.max_total_tokens,

@@ -8,11 +8,18 @@ from pathlib import Path
 
 SHIMS = Path(__file__).parent / "shims"
 ENGINE_FLAG = "JETRL_ENGINE"  # set in every process of an engine of ours
+OPERATOR_TIMES = "JETRL_OPERATOR_TIMES"  # folder in which engines keep seconds per operator; unset: they are not timed
 
 
 def is_engine_process() -> bool:
     """Whether this process belongs to an engine that was started by `engine_environment`."""
     return os.environ.get(ENGINE_FLAG) == "1"
+
+
+def operator_times_file() -> Path | None:
+    """Where this engine process writes its operator times, if it is asked to."""
+    folder = os.environ.get(OPERATOR_TIMES)
+    return Path(folder) / f"{os.getpid()}.json" if folder else None
 
 
 def engine_environment(num_threads: int, tensor_parallel: int) -> dict[str, str]:

@@ -6,13 +6,18 @@ attention, linears, lm_head, log-probs and sampling. SGLang 0.5.23; targets are 
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.rollout.environment import is_engine_process
+from jetrl_megatron.ops.timing import start_operator_times
+from jetrl_megatron.rollout.environment import is_engine_process, operator_times_file
 from jetrl_megatron.rollout.sampler import sample_tokens
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
 
@@ -51,7 +56,7 @@ def _register_operator_hooks() -> None:
         "layers.activation.SiluAndMul.forward_native": _silu_and_mul,
         "layers.rotary_embedding.base.RotaryEmbedding.forward_native": _rope,
         "layers.logits_processor.LogitsProcessor._compute_lm_head": _lm_head,
-        "layers.sampler.Sampler.forward": sample_tokens,
+        "layers.sampler.Sampler.forward": _sampler(operator_times_file()),
         "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
     }
     around = {
@@ -66,6 +71,22 @@ def _register_operator_hooks() -> None:
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.REPLACE)
     for target, hook in around.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+
+
+def _sampler(times_file: Path | None) -> Callable[..., Tensor]:
+    """`sample_tokens`, the last thing of every batch; with `times_file`, which then holds the seconds per operator."""
+    if times_file is None:
+        return sample_tokens
+    totals = start_operator_times()
+
+    def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        ids = sample_tokens(self, *args, **kwargs)
+        temporary = times_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(totals))
+        os.replace(temporary, times_file)
+        return ids
+
+    return sample_and_report
 
 
 def _rmsnorm(

@@ -95,6 +95,7 @@ class Fp8LinearMethod(LinearMethodBase):
                 "fix: a smaller engine tensor-parallel size"
             )
         layer.jetrl_parts = list(output_partition_sizes)
+        layer.jetrl_expected = {(i, what) for i in range(len(layer.jetrl_parts)) for what in ("weight", "scale")}
         layer.jetrl_loaded = set()
         num_rows, num_groups = sum(output_partition_sizes), -(-input_size_per_partition // BLOCK)
         weight = nn.Parameter(torch.zeros(num_rows, input_size_per_partition, dtype=E4M3), requires_grad=False)
@@ -141,9 +142,6 @@ class Fp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Invalidate what was derived from older bytes; parameters keep their identity across syncs."""
-        expected = {(part, what) for part in range(len(layer.jetrl_parts)) for what in ("weight", "scale")}
-        if layer.jetrl_loaded and layer.jetrl_loaded != expected:
-            raise WeightSyncError(f"parts {sorted(expected - layer.jetrl_loaded)} of a linear were never loaded")
         tensor = Fp8Tensor(layer.weight.data, layer.weight_scale_inv.data, self.config.fmt)
         layer.jetrl_weight = Fp8Weight.of(tensor, whole(layer.weight.shape[0]))
 

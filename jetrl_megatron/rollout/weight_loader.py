@@ -7,6 +7,7 @@ set of names and every shape. After loading, the bytes now held by the engine ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from jetrl_megatron.weights.plan import ConversionPlan
 
 LOAD_FORMAT = "jetrl_megatron.rollout.weight_loader.load_bundle"
 SCALE_SUFFIX = "_scale_inv"
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_FUSED: dict[str, tuple[tuple[str, Any], ...]] = {
+    "qkv_proj": (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")),
+    "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),
+}
 
 _generation = [0]
 _last_digest = [""]
@@ -28,6 +32,41 @@ _last_digest = [""]
 
 class WeightSyncError(RuntimeError):
     """The engine refused an update; the weights it held before are intact."""
+
+
+class EngineWeightsError(RuntimeError):
+    """The engine does not hold what was loaded: it must not answer another request, and ends."""
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Where a Hugging Face tensor lives in SGLang's model: a parameter, and which part of a fused one."""
+
+    parameter: nn.Parameter
+    shard_id: Any
+    part: int
+    num_parts: int
+
+    def load(self, tensor: Tensor) -> None:
+        loader = getattr(self.parameter, "weight_loader", None)
+        if loader is None:
+            self.parameter.data.copy_(tensor)
+        elif self.shard_id is None:
+            loader(self.parameter, tensor)
+        else:
+            loader(self.parameter, tensor, self.shard_id)
+
+
+def _routes(model: nn.Module) -> dict[str, _Route]:
+    """Hugging Face name -> route, from the model's own parameters (the models' `load_weights` rename and skip)."""
+    routes = {}
+    for path, parameter in model.named_parameters():
+        prefix, _, kind = path.rpartition(".")
+        parent, _, leaf = prefix.rpartition(".")
+        parts = _FUSED.get(leaf, ((leaf, None),))
+        for i, (name, shard_id) in enumerate(parts):
+            routes[".".join(filter(None, (parent, name, kind)))] = _Route(parameter, shard_id, i, len(parts))
+    return routes
 
 
 def weight_generation() -> int:
@@ -52,7 +91,11 @@ def load_bundle(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> No
         _check_fits(model, bundle)
     except (ValueError, OSError) as error:
         raise WeightSyncError(str(error)) from error
-    model.load_weights(bundle.tensors())  # type: ignore[operator]
+    routes = _routes(model)
+    for layer in model.modules():
+        getattr(layer, "jetrl_loaded", set()).clear()
+    for name, tensor in bundle.tensors():
+        routes[name].load(tensor)
     _generation[0] += 1
     _last_digest[0] = ""
     _require_held(model, bundle)
@@ -72,6 +115,11 @@ def _check_fits(model: nn.Module, bundle: Bundle) -> None:
         for name in plan.quantized_hf_names():
             rows, cols = shapes[name]
             shapes[name + SCALE_SUFFIX] = (-(-rows // BLOCK), -(-cols // BLOCK))
+    unknown = sorted(set(shapes) ^ set(_routes(model)))
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]}: in only one of SGLang's model and the conversion plan ({len(unknown)} tensors)"
+        )
     missing, unused = sorted(set(shapes) - set(bundle.checksums)), sorted(set(bundle.checksums) - set(shapes))
     if missing or unused:
         raise ValueError(
@@ -85,14 +133,17 @@ def _check_fits(model: nn.Module, bundle: Bundle) -> None:
 
 
 def _require_held(model: nn.Module, bundle: Bundle) -> None:
-    """Raises WeightSyncError naming the first tensor whose bytes in the engine's own layers are not the bundle's.
-    Tensor-parallel ranks hold parts only: there the loader's bookkeeping of parts stands for it."""
+    """Raises EngineWeightsError naming the first tensor whose bytes in the engine's own layers are not the bundle's.
+    Tensor-parallel ranks hold parts only: there every part must have been copied."""
+    for path, layer in model.named_modules():
+        if hasattr(layer, "jetrl_loaded") and layer.jetrl_loaded != layer.jetrl_expected:
+            raise EngineWeightsError(f"{path}: {sorted(layer.jetrl_expected - layer.jetrl_loaded)} never loaded")
     if _tensor_parallel_size() > 1:
         return
     held = {name: checksum(tensor) for name, tensor in held_tensors(model, bundle)}
     for name, expected in bundle.checksums.items():
         if held.get(name) != expected:
-            raise WeightSyncError(f"{name}: {'other bytes' if name in held else 'nothing'} in the engine after loading")
+            raise EngineWeightsError(f"{name}: other bytes in the engine after loading")
 
 
 def _tensor_parallel_size() -> int:
@@ -101,25 +152,15 @@ def _tensor_parallel_size() -> int:
     return int(get_tp_group().world_size)
 
 
-def held_tensors(model: Any, bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
-    """What the layers hold, under Hugging Face names and in the bundle's forms."""
+def held_tensors(model: nn.Module, bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
+    """What the layers hold, under Hugging Face names and in the bundle's forms (one engine rank)."""
+    layers = {id(p): layer for layer in model.modules() for p in layer.parameters(recurse=False)}
     shapes = {name: tuple(tensor.shape) for name, tensor in bundle.tensors()}
-    for path, parameter in model.named_parameters():
-        prefix, _, kind = path.rpartition(".")
-        parent, _, leaf = prefix.rpartition(".")
-        names = [".".join(filter(None, (parent, part, kind))) for part in _FUSED.get(leaf, (leaf,))]
-        layer = model.get_submodule(prefix)
-        parts = parameter.data.split(_part_rows(layer, parameter, len(names)))
-        for name, part in zip(names, parts, strict=True):
-            if name not in shapes:
-                continue
-            if kind.endswith(SCALE_SUFFIX) and shapes[name][0] != part.shape[0]:
-                part = compact_weight_scale(part)
-            yield name, part[: shapes[name][0]]  # SGLang pads the vocabulary
-
-
-def _part_rows(layer: Any, parameter: Tensor, num_parts: int) -> list[int]:
-    if num_parts == 1:
-        return [parameter.shape[0]]
-    sizes = getattr(layer, "jetrl_parts", None) or layer.output_partition_sizes
-    return list(sizes)
+    for name, route in _routes(model).items():
+        part = route.parameter.data
+        if route.num_parts > 1:
+            layer: Any = layers[id(route.parameter)]
+            part = part.split(list(layer.output_partition_sizes))[route.part]
+        if name.endswith(SCALE_SUFFIX) and shapes[name][0] != part.shape[0]:
+            part = compact_weight_scale(part)
+        yield name, part[: shapes[name][0]]  # SGLang pads the vocabulary

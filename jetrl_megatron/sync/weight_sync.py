@@ -42,9 +42,7 @@ class SyncReport:
 class WeightSync:
     """engines: on global rank 0, None elsewhere. fp8: the engines' linears are FP8."""
 
-    def __init__(
-        self, policy: Policy, engines: EnginePool | None, cfg: SyncConfig, run_dir: Path, fp8: bool
-    ) -> None:
+    def __init__(self, policy: Policy, engines: EnginePool | None, cfg: SyncConfig, run_dir: Path, fp8: bool) -> None:
         self._policy, self._engines, self._cfg, self._fp8 = policy, engines, cfg, fp8
         name = hashlib.blake2b(str(run_dir.resolve()).encode(), digest_size=8).hexdigest()
         self._staging = Path(cfg.staging_dir) / f"jetrl-{name}"  # the same after a crash, so that leftovers go

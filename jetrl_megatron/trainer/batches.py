@@ -30,7 +30,12 @@ class UpdateBatch:
 
 
 def make_updates(
-    samples: Sequence[Sample], num_updates: int, ranks: Ranks, micro_batch_tokens: int, temperature: float, sequence: bool
+    samples: Sequence[Sample],
+    num_updates: int,
+    ranks: Ranks,
+    micro_batch_tokens: int,
+    temperature: float,
+    sequence: bool,
 ) -> list[UpdateBatch]:
     """Split a rollout batch into `num_updates` updates of equally many samples, in order."""
     size = len(samples) // num_updates

@@ -26,7 +26,7 @@ def launch(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
 
 
 def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -47,6 +47,9 @@ def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
     arguments = ["-m", "jetrl_megatron.trainer.worker", str(run_dir)] + (["--resume"] if resume else [])
     try:
         elastic_launch(config, sys.executable)(*arguments)
+    except SignalException as stop:
+        print(f"jetrl: stopped by {stop.sigval.name}; --resume continues from the last checkpoint", file=sys.stderr)
+        return 128 + int(stop.sigval)
     except ChildFailedError as error:
         _rank, failure = error.get_first_failure()
         code = failure.exitcode

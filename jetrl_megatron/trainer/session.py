@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,9 +132,17 @@ def _model_dir(cfg: RunConfig, run_dir: Path, ranks: Ranks) -> Path:
         return Path(cfg.model.path or "").expanduser()
     folder = run_dir / files.INITIAL_MODEL
     if ranks.is_main:
-        make_model(cfg.model, cfg.data, cfg.trainer.seed, folder)
+        # In a process of its own, which gives the memory of the warm start back.
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            process.submit(_make_model, cfg, folder).result()
     dist.barrier()
     return folder
+
+
+def _make_model(cfg: RunConfig, folder: Path) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    torch.set_num_threads(cfg.trainer.num_threads)
+    make_model(cfg.model, cfg.data, cfg.trainer.seed, folder)
 
 
 def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> Policy:

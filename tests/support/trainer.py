@@ -1,0 +1,48 @@
+"""A one-rank trainer inside the test process: a policy of real Megatron-Core on a free port."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.config.schema import ParallelConfig
+from jetrl_megatron.fp8 import Fp8Recipe
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def join_alone() -> None:
+    """Become a world of one (idempotent)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+
+
+def load_policy(model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None):  # type: ignore[no-untyped-def]
+    """The policy of an HF folder, TP 1."""
+    from megatron.core import parallel_state
+
+    from jetrl_megatron.megatron.gather import load_hf
+    from jetrl_megatron.megatron.groups import initialize
+    from jetrl_megatron.megatron.linear import LinearPrecision
+    from jetrl_megatron.megatron.model import build_policy
+    from jetrl_megatron.weights.io import HfCheckpoint
+
+    join_alone()
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel = ParallelConfig()
+    ranks = initialize(parallel, seed=0)
+    checkpoint = HfCheckpoint(model_dir)
+    precision = LinearPrecision(fp8, recipe or Fp8Recipe())
+    policy = build_policy(ModelDims.from_hf(checkpoint.config), parallel, ranks, precision)
+    load_hf(policy, checkpoint)
+    return policy
