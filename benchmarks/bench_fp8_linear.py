@@ -60,7 +60,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="time per size M")
     budget_s = parser.parse_args().seconds
     torch.set_num_threads(1)
-    table = Table("M", "exact FP8 (ms)", "fp32 (ms)", "bf16 (ms)", "FP8 / fp32", title=f"N = K = {K}, 1 thread, medians")
+    table = Table(
+        "M", "exact FP8 (ms)", "fp32 (ms)", "bf16 (ms)", "FP8 / fp32", title=f"N = K = {K}, 1 thread, medians"
+    )
     rows = []
     with torch.no_grad():
         for m in SIZES_M:

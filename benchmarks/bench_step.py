@@ -1,4 +1,4 @@
-"""Framework share of a training step: what is left of its wall time when operators, backward and optimizer are taken out.
+"""Framework share of a training step: its wall time without operators, backward and optimizer.
 
     share = (total - operators in engine and trainer - autograd backward - optimizer step) / total
 
@@ -24,6 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from support import ROOT, SMOLLM2, write_results
 
+from jetrl_megatron.rollout.environment import OPERATOR_TIMES
+
 TARGET_SHARE = 0.25
 GSM8K = ROOT / "data" / "gsm8k_train.jsonl"
 TRAINER_PARTS = ("reward", "quantize", "sync")
@@ -31,7 +33,7 @@ TRAINER_PARTS = ("reward", "quantize", "sync")
 
 @dataclass
 class StepTimes:
-    """Seconds of one step. engine, trainer: per operator (trainer: also backward, optimizer); phases: of the metrics."""
+    """Seconds of one step. engine, trainer: per operator (trainer: also backward, optimizer); phases: as in metrics."""
 
     total_s: float
     rollout_s: float
@@ -62,7 +64,7 @@ def measure(config: str, overrides: list[str]) -> list[StepTimes]:
         times = Path(folder) / "operator_times"
         times.mkdir()
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-        os.environ |= {"MASTER_PORT": str(port), "JETRL_OPERATOR_TIMES": str(times), "PYTHONWARNINGS": "ignore"}
+        os.environ |= {"MASTER_PORT": str(port), OPERATOR_TIMES: str(times)}
         return _train(config, overrides, Path(folder) / "run", times)
 
 
@@ -97,7 +99,8 @@ def _train(config: str, overrides: list[str], run_dir: Path, engine_times: Path)
                 num_tokens=metrics["mismatch/num_tokens"],
             )
         )
-        assert totals["backward"] > 0 and totals["optimizer"] > 0, "no backward or optimizer step was seen"
+        assert totals["backward"] > 0, "Megatron's schedule called another backward than the one timed"
+        assert totals["optimizer"] > 0
         assert metrics["mismatch/max_abs_dlogp"] == 0.0
         engine_before = engine
         totals.clear()
@@ -121,6 +124,7 @@ def _read_totals(folder: Path) -> dict[str, float]:
 
 def measure_fresh(config: str, overrides: list[str]) -> list[StepTimes]:
     """`measure` in a process of its own."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # third-party deprecations, dozens a start
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
         return pool.submit(measure, config, overrides).result()

@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
+
 from jetrl_megatron.rollout.environment import ENGINE_FLAG, engine_environment, is_engine_process
 
 
@@ -33,6 +35,10 @@ class StockEngine:
         self._connection.send((prompts, sampling))
         counts: list[int] = self._connection.recv()
         return counts
+
+    def child_pids(self) -> list[int]:
+        """SGLang's processes."""
+        return [child.pid for child in psutil.Process(self._process.pid).children(recursive=True)]
 
     def shutdown(self) -> None:
         self._connection.close()

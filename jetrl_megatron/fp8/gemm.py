@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8.format import BLOCK, Fp8Format, Fp8Tensor, num_blocks
+from jetrl_megatron.fp8.format import BLOCK, E4M3, Fp8Format, Fp8Tensor, num_blocks
 from jetrl_megatron.fp8.quantize import GridSlice, quantize_rows
+from jetrl_megatron.native import tensors as compiled
 
 # Elements of the [G, M, N] partial-sum buffer up to which one batched matmul beats a loop over K blocks.
 _BATCHED_LIMIT = 1 << 18
@@ -25,12 +26,13 @@ _BATCHED_LIMIT = 1 << 18
 
 @dataclass(frozen=True)
 class PreparedWeight:
-    """B [N, K] widened for the emulated GEMM: wide [G, 128, N] fp64, scale [G, N] fp32; 8 bytes per weight.
+    """B [N, K] in the form the emulated GEMM reads, made once per weight version, with its scale [G, N] fp32.
 
+    data: uint16 panels of the compiled kernel (2 bytes per weight), or fp64 [G, 128, N] of the torch form (8 bytes).
     order: slots of the contraction, [G*128] indices into A's columns (-1: zero padding); None: columns as they are.
     """
 
-    wide: Tensor
+    data: Tensor
     scale: Tensor
     format: Fp8Format
     num_columns: int
@@ -40,20 +42,30 @@ class PreparedWeight:
     def num_rows(self) -> int:
         return self.scale.shape[1]
 
+    @property
+    def compiled(self) -> bool:
+        return self.data.dtype == torch.uint16
 
-def _wide_blocks(x: Fp8Tensor) -> Tensor:
+
+def _wide_blocks(codes: Tensor) -> Tensor:
     """E4M3 [M, K] -> fp64 [M, G, 128], zero padded."""
-    m, k = x.shape
-    wide = x.data.to(torch.float64)
+    m, k = codes.shape
+    wide = codes.to(torch.float64)
     if k % BLOCK:
         wide = torch.nn.functional.pad(wide, (0, -k % BLOCK))
     return wide.view(m, num_blocks(k), BLOCK)
 
 
+def _prepared_data(codes: Tensor) -> Tensor:
+    if compiled.usable(codes):
+        return compiled.pack_fp8(codes)
+    return _wide_blocks(codes).permute(1, 2, 0).contiguous()
+
+
 def prepare_weight(weight: Fp8Tensor) -> PreparedWeight:
     """W [N, K] as operand B of FProp."""
-    wide = _wide_blocks(weight).permute(1, 2, 0).contiguous()
-    return PreparedWeight(wide, weight.scale.t().contiguous(), weight.format, weight.shape[1])
+    scale = weight.scale.t().contiguous()
+    return PreparedWeight(_prepared_data(weight.data), scale, weight.format, weight.shape[1])
 
 
 def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> PreparedWeight:
@@ -66,11 +78,12 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
         return prepare_weight(quantize_rows(weight.dequantize().t().contiguous(), weight.format))
     order = _contraction_order(slices)
     picked = order.clamp_min(0)
-    wide = weight.data.to(torch.float64)[picked]
-    wide[order < 0] = 0.0
+    codes = weight.data.view(torch.uint8)[picked]
+    codes[order < 0] = 0
     num_rows, num_columns = weight.shape
     row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, :num_columns]
-    return PreparedWeight(wide.view(-1, BLOCK, num_columns), row_scale.contiguous(), weight.format, num_rows, order)
+    data = _prepared_data(codes.t().contiguous().view(E4M3))
+    return PreparedWeight(data, row_scale.contiguous(), weight.format, num_rows, order)
 
 
 def _contraction_order(slices: Sequence[GridSlice]) -> Tensor:
@@ -151,13 +164,17 @@ def gemm_nt(a: Fp8Tensor, b: PreparedWeight, num_segments: int = 1) -> Tensor:
             f"scale_format: {a.format.scale_format} and {b.format.scale_format}; rule: one scale format per GEMM; "
             "fix: quantize both operands with the same format"
         )
+    if a.shape[1] == 0:
+        return torch.zeros(a.shape[0], b.num_rows, dtype=torch.float32, device=a.data.device)
+    if b.compiled:
+        return compiled.fp8_gemm(a.data, a.scale, b.data, b.scale, num_segments)
     m, num_k = a.scale.shape
-    blocks = _wide_blocks(a).transpose(0, 1)
+    blocks = _wide_blocks(a.data).transpose(0, 1)
     partials: Sequence[Tensor] | Tensor
     if num_k * m * b.num_rows <= _BATCHED_LIMIT:
-        partials = torch.bmm(blocks, b.wide).float()
+        partials = torch.bmm(blocks, b.data).float()
     else:
-        partials = _LazyPartials(blocks, b.wide)
+        partials = _LazyPartials(blocks, b.data)
     scale_a = a.scale.t().unsqueeze(-1)
     per_segment = num_k // num_segments
     segments = []

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8.format import BLOCK, E4M3, E4M3_MAX, Fp8Format, Fp8Tensor, ScaleFormat, num_blocks
+from jetrl_megatron.native import tensors as compiled
 
 _NAN_CODE = 0x7F
 _MIN_SCALE = 2.0**-126
@@ -65,11 +66,16 @@ def _groups(x: Tensor) -> Tensor:
 
 def group_amax(x: Tensor) -> Tensor:
     """[M, K] -> max |x| of every 1x128 group, fp32 [M, G]; NaN propagates."""
+    if compiled.usable(x):
+        return compiled.group_amax(x)
     return _groups(x).abs().amax(-1)
 
 
 def quantize_rows(x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
     """Quantize activations or gradients x [M, K] (bf16 or fp32) along K: 1x128 groups for granularity `block`."""
+    if fmt.granularity == "block" and compiled.usable(x):
+        data, scale = compiled.quantize(x, fmt.scale_format == "pow2")
+        return Fp8Tensor(data, scale, fmt)
     groups = _groups(x)
     amax = groups.abs().amax(-1)
     if fmt.granularity == "channel":
@@ -94,14 +100,16 @@ def quantize_weight(
     [ceil(total/128), G]; required when a boundary between ROW shards cuts a block, harmless for other row shards, wrong
     for column shards (their grids cover different columns).
     """
-    groups = _groups(weight.detach())
-    row_amax = groups.abs().amax(-1)
+    weight = weight.detach()
+    row_amax = group_amax(weight)
     if slices is None:
         slices = [GridSlice(torch.arange(weight.shape[0], device=weight.device), 0, weight.shape[0])]
     scale = torch.empty_like(row_amax)
     for part in slices:
         scale[part.rows] = scale_from_amax(_shared_amax(row_amax[part.rows], part, fmt, share_amax), fmt.scale_format)
-    data = _encode(groups, scale).reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+    if compiled.usable(weight):
+        return Fp8Tensor(compiled.encode(weight, scale), scale, fmt)
+    data = _encode(_groups(weight), scale).reshape(weight.shape[0], -1)[:, : weight.shape[1]]
     return Fp8Tensor(data.contiguous(), scale, fmt)
 
 

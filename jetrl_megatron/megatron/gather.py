@@ -79,18 +79,20 @@ def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
             codes = _gather_shards(quantized.data.view(torch.uint8), group)
             scales = _gather_shards(quantized.scale, group)
             if codes is not None and scales is not None:
-                yield from _fp8_parts(rule, codes, scales)
-        else:
+                yield from _fp8_parts(rule, codes, scales, quantized.format.granularity == "block")
+        elif rule.tp_dim is not None or group.rank() == 0:
             shards = _gather_shards(parameter.detach(), group) if rule.tp_dim is not None else [parameter.detach()]
             if shards is not None:
-                copies = 1 if rule.tp_dim is None else len(shards)
-                yield from zip((hf.name for hf in rule.hf), rule.to_hf(shards[:copies]), strict=True)
+                yield from zip((hf.name for hf in rule.hf), rule.to_hf(shards), strict=True)
 
 
-def _fp8_parts(rule: Rule, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _fp8_parts(
+    rule: Rule, codes: Sequence[Tensor], scales: Sequence[Tensor], blocks: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """blocks: send one scale per 128 rows; other granularities send one per row."""
     for hf, data, row_scale in zip(rule.hf, rule.to_hf(codes), rule.to_hf(scales), strict=True):
         yield hf.name, data.view(torch.float8_e4m3fn)
-        yield hf.name + SCALE_SUFFIX, compact_weight_scale(row_scale)
+        yield hf.name + SCALE_SUFFIX, compact_weight_scale(row_scale) if blocks else row_scale
 
 
 def _gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:

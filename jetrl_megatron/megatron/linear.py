@@ -49,8 +49,14 @@ class _PreciseLinear:
     tp_group: dist.ProcessGroup
     precision: LinearPrecision
     slices: Sequence[GridSlice]
+    splits_k = False
 
     def configure(self, precision: LinearPrecision, slices: Sequence[GridSlice] | None) -> None:
+        if precision.fp8 and self.tp_group.size() > 1 and self.weight.shape[1] % BLOCK and self.splits_k:
+            raise ValueError(
+                f"parallel.tensor: {self.tp_group.size()}; rule: K per rank ({self.weight.shape[1]}) is a multiple of "
+                f"{BLOCK}; fix: a smaller tensor-parallel size"
+            )
         self.precision = precision
         self.slices = whole(self.weight.shape[0]) if slices is None else slices
         self._cached: tuple[int, Any] | None = None
@@ -108,6 +114,8 @@ class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
 class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
     """K is split over ranks. FP8: fp32 partial sums meet in a fixed tree (docs/numerics.md, section 5); BF16: exact
     fp64 partial sums meet in any order. One rounding to bf16 either way."""
+
+    splits_k = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         assert self.input_is_parallel and self.bias is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class _PackedAttention(torch.autograd.Function):
 
 def _padded_groups(cu: list[int], max_tokens: int = 8192) -> list[tuple[Tensor, Tensor]]:
     """Sequences of similar length as index [b, s] into the packed tokens and a validity mask [b, s]."""
-    spans = sorted(zip(cu, cu[1:], strict=False), key=lambda span: span[1] - span[0])
+    spans = sorted(pairwise(cu), key=lambda span: span[1] - span[0])
     spans = [span for span in spans if span[1] > span[0]]
     groups: list[list[tuple[int, int]]] = []
     current: list[tuple[int, int]] = []

@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-KERNEL_SETS = {"reference": "jetrl_megatron.ops.reference"}
+from jetrl_megatron.native import native
+
+KERNEL_SETS = {
+    "compiled": "jetrl_megatron.ops.compiled",
+    "reference": "jetrl_megatron.ops.reference",
+}
 
 _active: list[ModuleType] = []
 
@@ -18,7 +23,7 @@ def use_kernels(name: str) -> None:
 
 
 def kernels() -> ModuleType:
-    """The active kernel set (`reference` unless chosen otherwise)."""
+    """The active kernel set: unless chosen otherwise, compiled C++ where it can be built, else the torch reference."""
     if not _active:
-        use_kernels("reference")
+        use_kernels("compiled" if native() is not None else "reference")
     return _active[0]

@@ -78,7 +78,7 @@ def _exponent(magnitude: Tensor) -> Tensor:
 
 
 def grid(x: Tensor, bits: int, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of x as fp64 integers of `bits` bits and the fp64 scale [..., 1] that gives them back: row = integers * scale.
+    """Rows of x as fp64 integers of `bits` bits and the fp64 scale [..., 1] that restores them: row = integers * scale.
 
     row_max: max |row| [..., 1] where the row is only a shard of a longer one.
     """
@@ -224,6 +224,11 @@ def sample(logits: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Te
     logit, lower id first; top-p keeps the fewest tokens that hold that share of the mass that top-k left.
     """
     weights = (exp32(logits - logits.amax(-1, keepdim=True)).double() * 2.0**30).round_()
+    return draw(logits, weights, uniforms, top_p, top_k)
+
+
+def draw(logits: Tensor, weights: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """`sample` from the integer weights [B, V] in fp64."""
     cut = (top_p < 1) | (top_k < logits.shape[-1])
     if not bool(cut.any()):
         return _inverse_cdf(weights, uniforms)

@@ -22,6 +22,11 @@ def operator_times_file() -> Path | None:
     return Path(folder) / f"{os.getpid()}.json" if folder else None
 
 
+def engine_threads() -> int:
+    """CPU threads of this engine process."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
+
+
 def engine_environment(num_threads: int, tensor_parallel: int) -> dict[str, str]:
     """os.environ plus what SGLang needs: thread counts, no model hub, no torch.distributed leftovers of the trainer."""
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK")

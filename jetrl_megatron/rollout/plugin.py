@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
+from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.ops.timing import start_operator_times
-from jetrl_megatron.rollout.environment import is_engine_process, operator_times_file
+from jetrl_megatron.rollout.environment import engine_threads, is_engine_process, operator_times_file
 from jetrl_megatron.rollout.sampler import sample_tokens
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
 
@@ -36,6 +37,7 @@ def register() -> None:
     from jetrl_megatron.rollout.attention import PagedAttentionBackend
     from jetrl_megatron.rollout.quantization import METHOD_CONFIGS
 
+    use_threads(engine_threads())
     choices.add_attention_backend_choices(["jetrl"])
     register_attention_backend("jetrl")(PagedAttentionBackend)
     for allowed in (

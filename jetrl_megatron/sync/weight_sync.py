@@ -75,6 +75,7 @@ class WeightSync:
             bundle = write_bundle(self._staging / f"version-{version}", version, tensors, self._cfg.bucket_bytes)
             self._engines.load_weights(bundle)
         except (EngineDiedError, EngineRefusedError, OSError) as error:
+            deque(tensors, maxlen=0)  # the other ranks are still gathering
             return None, f"weight version {version}: {error}"
         for old in self._staging.iterdir():
             if old != bundle.path:

@@ -24,6 +24,7 @@ from jetrl_megatron.megatron.groups import Ranks, initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy, build_policy
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
+from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.rl.data import PromptSource
 from jetrl_megatron.rl.rewards import Scorer
 from jetrl_megatron.rl.warmstart import make_model
@@ -68,6 +69,7 @@ class Session:
 def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     """Build all of it. Files are read and checked (ValueError) before the engines, which are slow, are started."""
     torch.set_num_threads(cfg.trainer.num_threads)
+    use_threads(cfg.trainer.num_threads)
     ranks = initialize(cfg.parallel, cfg.trainer.seed)
     checkpoint = HfCheckpoint(_model_dir(cfg, run_dir, ranks))
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path))

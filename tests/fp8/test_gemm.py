@@ -15,13 +15,14 @@ from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, gemm_nt, num_segments_for, 
 from jetrl_megatron.fp8 import gemm as gemm_module
 from jetrl_megatron.fp8 import quantize_weight as quantize_weight_
 from jetrl_megatron.fp8.gemm import addcmul_is_fused, fma32, fma32_by_round_to_odd, tree_add
-from tests.support.oracles import codes_of, fma32 as fma32_oracle
-from tests.support.oracles import gemm_exact, spread
+from tests.support.oracles import codes_of, gemm_exact, spread
+from tests.support.oracles import fma32 as fma32_oracle
 
+BLOCK_FP32 = Fp8Format()
 SHAPES = [(1, 3, 128), (3, 5, 100), (4, 3, 640), (2, 6, 1000), (1, 1, 1), (5, 4, 130)]
 
 
-def operands(m: int, n: int, k: int, fmt: Fp8Format = Fp8Format(), seed: int = 0) -> tuple[Fp8Tensor, Fp8Tensor]:
+def operands(m: int, n: int, k: int, fmt: Fp8Format = BLOCK_FP32, seed: int = 0) -> tuple[Fp8Tensor, Fp8Tensor]:
     """An activation and a weight with magnitudes over many binades."""
     x, w = spread((m, k), seed).bfloat16(), (spread((n, k), seed + 1) * 0.02).bfloat16()
     return quantize_rows(x, fmt), quantize_weight_(w, fmt)
@@ -41,7 +42,9 @@ def restore_threads() -> Iterator[None]:
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("scale_format", ["fp32", "pow2"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_is_exact(shape: tuple[int, int, int], scale_format: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_exact(
+    shape: tuple[int, int, int], scale_format: str, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bitwise the definition in rational arithmetic: exact partial sums rounded once, scales multiplied once, one fma
     per K block in ascending order; with the batched and the block-by-block partial sums."""
     if not batched:
@@ -121,7 +124,9 @@ def adversarial(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     acc = rng.choice(np.array([1.0, 1.5, 1 + 2.0**-23, 1 + 3 * 2.0**-23, 2 - 2.0**-23]), len(a)).astype(np.float32)
     acc *= rng.choice(np.array([-1, 1], np.float32), len(a))
     a *= np.float32(2.0**-35)
-    b *= (2.0 ** (-35.0 + rng.integers(-1, 2, len(a)))).astype(np.float32) * rng.choice([-1, 1], len(a)).astype(np.float32)
+    b *= (2.0 ** (-35.0 + rng.integers(-1, 2, len(a)))).astype(np.float32) * rng.choice([-1, 1], len(a)).astype(
+        np.float32
+    )
     bits = [rng.integers(0, 2**32, 600_000, dtype=np.uint32).view(np.float32) for _ in range(3)]
     x, y = (rng.standard_normal(600_000).astype(np.float32) for _ in range(2))
     cancel = -(x * y) * (1 + rng.integers(-4, 5, len(x)) * np.float32(2.0**-24)).astype(np.float32)
@@ -175,7 +180,7 @@ def test_the_path_without_hardware_fma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_mismatched_operands_are_refused() -> None:
-    """Mixed scale formats (field_bugs 4) and different K are errors, not wrong numbers."""
+    """Mixed scale formats and different K are errors, not wrong numbers."""
     a, _ = operands(2, 2, 256, Fp8Format("block", "fp32"))
     _, b = operands(2, 2, 256, Fp8Format("block", "pow2"))
     with pytest.raises(ValueError, match="scale_format: fp32 and pow2"):

@@ -20,9 +20,9 @@ from tests.support.oracles import fake_quantize, rel_error, spread
 
 T, K, N = 150, 384, 264  # ragged in tokens and outputs
 
-# Relative Frobenius error against fp64 on gaussian data. One E4M3 operand contributes about .026, independent errors add
-# in squares: two operands .037, three (WGrad requantizes the rowwise activation) .046. pow2 scales leave up to one bit
-# of range unused but have the same relative error. Measured values are within 4 % of these.
+# Relative Frobenius error against fp64 on gaussian data. One E4M3 operand contributes about .026; independent errors
+# add in squares: two operands .037, three (WGrad requantizes the rowwise activation) .046; pow2 scales alike. Measured
+# values are within 4 % of these.
 ONE, TWO, THREE = 0.028, 0.040, 0.049
 BF16 = 0.003
 
@@ -62,7 +62,9 @@ def wgrad_bound(recipe: Fp8Recipe) -> float:
     return THREE if recipe.saved_activation == "rowwise" else TWO
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.format.scale_format}-{r.dgrad}-{r.wgrad}-{r.saved_activation}")
+@pytest.mark.parametrize(
+    "recipe", RECIPES, ids=lambda r: f"{r.format.scale_format}-{r.dgrad}-{r.wgrad}-{r.saved_activation}"
+)
 def test_error_of_every_recipe(recipe: Fp8Recipe) -> None:
     """Against fp64 math on the unquantized values each GEMM's relative error is that of its number of FP8 operands, and
     an FP8 GEMM is not secretly a BF16 one."""
@@ -126,7 +128,7 @@ def test_main_grad_is_an_fp32_sum_over_micro_batches() -> None:
 
 
 def test_tiny_gradients_are_not_flushed() -> None:
-    """dY scaled by 1, 1e-4, 1e-7, 1e-20: the relative errors of DGrad and WGrad stay the same within 2 % (field_bugs 6)."""
+    """dY scaled by 1, 1e-4, 1e-7, 1e-20: the relative errors of DGrad and WGrad stay the same within 2 %."""
     x, w, dy = problem(7)
     errors = []
     for factor in (1.0, 1e-4, 1e-7, 1e-20):
@@ -191,7 +193,7 @@ def test_the_transposed_weight_is_the_same_bytes(head_dim: int, tp: int, rank: i
 @pytest.mark.parametrize("head_dim", [128, 64, 40])
 def test_fused_qkv_is_its_three_parts(head_dim: int) -> None:
     """FProp through the fused qkv weight gives, row for row, the bits of three separate q, k and v linears."""
-    rule, parts, w, slices = fused(head_dim, 1, 0)
+    _, parts, w, slices = fused(head_dim, 1, 0)
     x, recipe = spread((9, w.shape[1]), 9, 1.0).bfloat16(), Fp8Recipe()
     y = fp8_linear(x, w, Fp8Weight.of(quantize_weight(w, recipe.format, slices), slices), recipe)
     for part, piece in zip(parts, slices, strict=True):

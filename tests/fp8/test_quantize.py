@@ -126,8 +126,9 @@ def test_pow2_is_the_smallest_power_of_two_not_below() -> None:
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_elements_at_amax_never_become_nan(scale_format: str) -> None:
-    """+-amax just above, at and below 448 * 2^e encodes to a finite code, 448 with fp32 scales; the dequantized value is
-    within 2^-4 of x (field_bugs 2 and 3: 449..480 to NaN; scales rounded up after the codes were made)."""
+    """+-amax just above, at and below 448 * 2^e encodes to a finite code, 448 with fp32 scales; the dequantized value
+    is within 2^-4 of x (E4M3 has no infinity: 449..480 must not become NaN; scales are final before codes are
+    made)."""
     base = (448 * 2.0 ** np.arange(-120.0, 119.0)).astype(np.float32)
     rows = [base]
     for _ in range(3):
@@ -146,8 +147,8 @@ def test_elements_at_amax_never_become_nan(scale_format: str) -> None:
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_zero_groups(scale_format: str) -> None:
-    """Zero groups get scale 1 and zeros, never NaN; 256x256 zeros with one nonzero element keep exactly that element
-    (field_bugs 1)."""
+    """Zero groups get scale 1 and zeros, never NaN; 256x256 zeros with one nonzero element keep exactly that
+    element."""
     fmt = Fp8Format("block", scale_format)
     zeros = quantize_rows(torch.zeros(3, 200, dtype=torch.bfloat16), fmt)
     assert zeros.scale.tolist() == [[1.0, 1.0]] * 3
@@ -184,7 +185,7 @@ def test_a_fault_poisons_its_own_group_only(bad: float) -> None:
 
 def test_tiny_gradients_keep_their_precision() -> None:
     """No floor on amax: scaled by 2^-14, 2^-27 or 2^-60 the codes are the same bytes; scaled by 1e-4 or 1e-7 the
-    relative error is the same within 1 % (field_bugs 6)."""
+    relative error is the same within 1 %."""
     x = spread((64, 512), 5, 1.0)
 
     def error(scaled: Tensor) -> float:

@@ -22,4 +22,6 @@ def single_process() -> Iterator[None]:
         patch.setenv("MASTER_PORT", str(free_port()))
         yield
     if dist.is_initialized():
-        dist.destroy_process_group()
+        from jetrl_megatron.megatron.groups import shutdown
+
+        shutdown()

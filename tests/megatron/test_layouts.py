@@ -70,10 +70,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def distributed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
     """Results of a job on all its ranks; all jobs of one world size run in one launch."""
     done: dict[str, Results] = {}
+    launched: set[int] = set()
 
     def results(name: str) -> Results:
         if name not in done:
-            num_ranks, jobs = next((n, js) for n, js in ((2, TWO_RANKS), (4, FOUR_RANKS)) if name in {j.name for _, j in js})
+            num_ranks, jobs = next(
+                (n, js) for n, js in ((2, TWO_RANKS), (4, FOUR_RANKS)) if name in {j.name for _, j in js}
+            )
+            assert num_ranks not in launched, f"the launch of {num_ranks} ranks failed before"
+            launched.add(num_ranks)
             out = tmp_path_factory.mktemp(f"ranks{num_ranks}")
             spec = json.dumps([[str(models[model]), asdict(job)] for model, job in jobs])
             launch("tests.megatron.worker", num_ranks, [spec, str(out)], out, timeout_s=400)
@@ -102,7 +107,8 @@ def alone(single_process: None, models: dict[str, Path]) -> Callable[[str, bool]
 def logprobs_of(ranks: Results, job: Job, key: str = "logprobs") -> Tensor:
     """In the order of the sequences: data-parallel ranks hold consecutive shares; the last stage has them."""
     holders = sorted(
-        (r for r in ranks if r["coordinates"][1] == job.pipeline - 1), key=lambda r: (r["coordinates"][2], r["coordinates"][0])
+        (r for r in ranks if r["coordinates"][1] == job.pipeline - 1),
+        key=lambda r: (r["coordinates"][2], r["coordinates"][0]),
     )
     per_data: dict[int, Tensor] = {}
     for r in holders:
@@ -154,7 +160,9 @@ def test_exports_are_bitwise_those_of_one_rank(name: str, distributed: Any, alon
 
 
 @pytest.mark.parametrize("name", list(ALL))
-def test_gradients_are_close_to_those_of_one_rank(name: str, distributed: Any, alone: Any, models: dict[str, Path]) -> None:
+def test_gradients_are_close_to_those_of_one_rank(
+    name: str, distributed: Any, alone: Any, models: dict[str, Path]
+) -> None:
     """Gradient norm within 1 %; every Hugging Face tensor's gradient within 8 % relative Frobenius (5 % with BF16
     linears: only BF16 input gradients are summed in another order). Ranks that hold copies agree."""
     model, job = ALL[name]
@@ -171,9 +179,9 @@ def test_gradients_are_close_to_those_of_one_rank(name: str, distributed: Any, a
 
 @pytest.mark.parametrize("name", list(ALL))
 def test_the_update_is_close_to_that_of_one_rank(name: str, distributed: Any, alone: Any) -> None:
-    """After one Adam step (which moves every element by about the learning rate, in the direction of its gradient's sign)
-    no weight is further than two steps plus BF16 rounding from one rank's, the steps' directions agree, and log-probs
-    moved the same way."""
+    """After one Adam step (which moves every element by about the learning rate, in the direction of its gradient's
+    sign) no weight is further than two steps plus BF16 rounding from one rank's, the steps' directions agree, and
+    log-probs moved the same way."""
     model, job = ALL[name]
     ranks, expected = distributed(name), alone(model, job.fp8)
     moved, cosines = 0, []
@@ -193,7 +201,8 @@ def test_the_update_is_close_to_that_of_one_rank(name: str, distributed: Any, al
 
 
 def test_free_order_of_the_row_parallel_sum_differs(distributed: Any, alone: Any) -> None:
-    """Negative control: with tp_invariant=False at TP 2 the log-probs are close to those of one rank, but other bits."""
+    """Negative control: with tp_invariant=False at TP 2 the log-probs are close to those of one rank, but other
+    bits."""
     ours, expected = logprobs_of(distributed("tp2_free"), ALL["tp2_free"][1]), torch.cat(alone("cut", True)["logprobs"])
     assert not torch.equal(ours, expected)
     assert float((ours - expected).abs().mean()) < 0.1

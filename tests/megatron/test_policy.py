@@ -27,6 +27,7 @@ from tests.support.policies import (
     load_policy,
     micro_batches,
     sequences,
+    snapshot,
     token_weights,
     weighted_loss,
 )
@@ -83,9 +84,9 @@ def hf_logprobs(model: Any) -> Tensor:
 
 
 def test_logprobs(single_process: None, model: Path, hf_model: Any) -> None:
-    """With BF16 linears the log-probs differ from fp32 transformers by no more than transformers' own BF16 run does (RMS,
-    times 1.1): our exact operators add nothing. With FP8 linears they differ from BF16 by more than that but by less
-    than 15 times, and every linear really ran FP8."""
+    """With BF16 linears the log-probs differ from fp32 transformers by no more than transformers' own BF16 run does
+    (RMS, times 1.1): our exact operators add nothing. With FP8 linears they differ from BF16 by more than that but by
+    less than 15 times, and every linear really ran FP8."""
     from transformers import AutoModelForCausalLM
 
     policy = policy_of(model, fp8=False)
@@ -111,9 +112,10 @@ def test_logprobs(single_process: None, model: Path, hf_model: Any) -> None:
 
 @pytest.mark.parametrize(("fp8", "cosine", "error"), [(False, 0.999, 0.04), (True, 0.92, 0.4)], ids=["bf16", "fp8"])
 def test_gradients(single_process: None, model: Path, hf_model: Any, fp8: bool, cosine: float, error: float) -> None:
-    """Gradient of every Hugging Face tensor, from Megatron's fp32 gradient buffer through the weight rules, against fp32
-    autograd of transformers: cosine > 0.999 and relative error < 4 % with BF16 GEMMs (measured: 0.9996, 2.7 %); > 0.92 and
-    < 40 % with all three GEMMs of every linear in FP8 (measured: 0.943, 33 %, on q and k of this random model)."""
+    """Gradient of every Hugging Face tensor, from Megatron's fp32 gradient buffer through the weight rules, against
+    fp32 autograd of transformers: cosine > 0.999 and relative error < 4 % with BF16 GEMMs (measured: 0.9996, 2.7 %); >
+    0.92 and < 40 % with all three GEMMs of every linear in FP8 (measured: 0.943, 33 %, on q and k of this random
+    model)."""
     policy = policy_of(model, fp8, Fp8Recipe() if fp8 else BF16)
     seqs = sequences(policy.dims.vocab_size)
     num_tokens = sum(len(ids) - prompt for ids, prompt in seqs)
@@ -163,8 +165,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_micro_batches(single_process: None, qwen3: Path) -> None:
-    """The same sequences in 1, 3 or 6 micro-batches: log-probs bitwise equal; FP8 gradients within 6 % of each other (1 % for norms),
-    because token blocks of WGrad start anew (field_bugs 28)."""
+    """The same sequences in 1, 3 or 6 micro-batches: log-probs bitwise equal; FP8 gradients within 6 % of each other
+    (1 % for norms), because token blocks of WGrad start anew."""
     policy = policy_of(qwen3, True, Fp8Recipe())
     seqs = sequences(policy.dims.vocab_size)
     expected = our_logprobs(policy, 1)
@@ -228,7 +230,7 @@ def test_update_changes_the_quantized_weight(single_process: None, qwen3: Path) 
 def test_non_finite_loss_changes_nothing(single_process: None, qwen3: Path) -> None:
     """A NaN loss raises FloatingPointError that names a parameter; weights and version stay."""
     policy = policy_of(qwen3, True, Fp8Recipe())
-    before, version = dict(export_bf16(policy)), policy.precision.version.value
+    before, version = snapshot(export_bf16(policy)), policy.precision.version.value
     trainable = make_trainable(policy, OptimizerConfig(lr=1e-3), 10)
     batches = micro_batches(sequences(policy.dims.vocab_size), 2, TEMPERATURE, 1, equal=False)
     normal = weighted_loss(100)
@@ -242,7 +244,8 @@ def test_non_finite_loss_changes_nothing(single_process: None, qwen3: Path) -> N
 
 @pytest.mark.parametrize("fmt", [Fp8Format("channel"), Fp8Format("tensor"), Fp8Format("block", "pow2")], ids=str)
 def test_other_formats_run(single_process: None, qwen3: Path, fmt: Fp8Format) -> None:
-    """Other granularities and power-of-two scales train: log-probs within 0.5 of BF16's on average, and the recorder names them."""
+    """Other granularities and power-of-two scales train: log-probs within 0.5 of BF16's on average, and the recorder
+    names them."""
     exact = our_logprobs(policy_of(qwen3, False))
     with record() as calls:
         fp8 = our_logprobs(policy_of(qwen3, True, Fp8Recipe(fmt)))

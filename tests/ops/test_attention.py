@@ -17,7 +17,9 @@ CU = [0, 1, 8, 158, 191, 319, 448]
 SHAPES = [(4, 2, 128), (4, 4, 64), (3, 1, 96), (2, 2, 16)]  # heads, kv heads, head dim
 
 
-def tensors(heads: int, groups: int, dim: int, seed: int = 0, total: int = CU[-1]) -> tuple[Tensor, Tensor, Tensor, float]:
+def tensors(
+    heads: int, groups: int, dim: int, seed: int = 0, total: int = CU[-1]
+) -> tuple[Tensor, Tensor, Tensor, float]:
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(total, n, dim, generator=generator).bfloat16() for n in (heads, groups, groups))
     v = v * torch.exp(torch.randn(total, 1, 1, generator=generator)).bfloat16()

@@ -24,7 +24,8 @@ def gauss(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
 
 
 def assert_rounded(actual: Tensor, exact: Tensor, slack: float) -> None:
-    """bf16 `actual` is within half a bf16 ulp plus `slack` (relative: the fp32 work before the one rounding) of fp64."""
+    """bf16 `actual` is within half a bf16 ulp plus `slack` (relative: the fp32 work before the one rounding) of
+    fp64."""
     assert actual.dtype == torch.bfloat16
     expected = exact.numpy()
     error = np.abs(actual.double().numpy() - expected)
@@ -61,7 +62,8 @@ def test_residual_is_rounded_before_the_norm() -> None:
 
 
 def test_swiglu() -> None:
-    """Half a bf16 ulp plus 1e-6 relative of fp64 silu(gate) * up where -gate does not overflow exp; gates down to -80."""
+    """Half a bf16 ulp plus 1e-6 relative of fp64 silu(gate) * up where -gate does not overflow exp; gates down to
+    -80."""
     gate_up = spread((50, 2 * 300), 3, 1.0).clamp(-80, 80).bfloat16()
     gate, up = gate_up.double().chunk(2, -1)
     assert_rounded(ops.swiglu(gate_up), F.silu(gate) * up, 1e-6)
@@ -100,8 +102,8 @@ def test_linear_is_exact_where_the_grid_is() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_logprob(temperature: float) -> None:
-    """Within one fp32 ulp of the result plus 2e-7 of fp64 log_softmax(logits / temperature); 0 means untempered, and the
-    temperature divides the logits, not the log-probs (field_bugs 26)."""
+    """Within one fp32 ulp of the result plus 2e-7 of fp64 log_softmax(logits / temperature); 0 means untempered, and
+    the temperature divides the logits, not the log-probs."""
     logits = spread((60, V), 8, 0.5) * 5
     targets = torch.randint(V, (60,), generator=torch.Generator().manual_seed(0))
     targets[0] = logits[0].argmax()
@@ -116,7 +118,7 @@ def test_logprob(temperature: float) -> None:
 
 
 def test_logprob_reads_the_token_at_its_own_row() -> None:
-    """Row i is asked for target i (field_bugs 27): distinct targets, distinct answers."""
+    """Row i is asked for target i: distinct targets, distinct answers."""
     logits = gauss((V, V), 9).float()
     targets = torch.randperm(V, generator=torch.Generator().manual_seed(1))
     exact = torch.log_softmax(logits.double(), -1)
@@ -241,8 +243,8 @@ def test_gradients() -> None:
 
 
 def test_stock_operators_depend_on_the_batch() -> None:
-    """Negative control for the whole design: some stock bf16/fp32 linear of this CPU changes bits with the batch, or the
-    check above would be met by anything. Skipped where this machine's BLAS happens to be invariant."""
+    """Negative control for the whole design: some stock bf16/fp32 linear of this CPU changes bits with the batch, or
+    the check above would be met by anything. Skipped where this machine's BLAS happens to be invariant."""
     x, w = gauss((67, H), 10), gauss((130, H), 12, 0.05)
     for dtype in (torch.float32, torch.bfloat16):
         a, b = x.to(dtype), w.to(dtype)

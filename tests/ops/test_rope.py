@@ -25,7 +25,10 @@ def transformers_cos_sin(theta: float, head_dim: int, scaling: dict[str, float] 
     if scaling is not None:
         rope |= {"rope_type": "llama3", **scaling}
     config = LlamaConfig(
-        hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, rope_parameters=rope,
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        rope_parameters=rope,
         max_position_embeddings=4096,
     )
     return LlamaRotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), positions[None])

@@ -50,7 +50,9 @@ def support_by_hand(logits: Tensor, top_p: float, top_k: int) -> Tensor:
     return kept
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, OFF), (0.5, OFF), (0.95, OFF), (1.0, 1), (1.0, 3), (0.7, 4), (1e-9, OFF)])
+@pytest.mark.parametrize(
+    ("top_p", "top_k"), [(1.0, OFF), (0.5, OFF), (0.95, OFF), (1.0, 1), (1.0, 3), (0.7, 4), (1e-9, OFF)]
+)
 def test_support(top_p: float, top_k: int) -> None:
     """Over a regular sweep of uniforms exactly the tokens kept by the definition are drawn, each in proportion."""
     for seed in range(5):
@@ -77,7 +79,9 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     top_p = torch.tensor([1.0, 0.9, 1.0, 0.5]).repeat(16)
     top_k = torch.tensor([OFF, OFF, 1, 20]).repeat(16)
     together = ops.sample(logits, uniforms, top_p, top_k)
-    alone = torch.cat([ops.sample(logits[i : i + 1], uniforms[i : i + 1], top_p[i : i + 1], top_k[i : i + 1]) for i in range(64)])
+    alone = torch.cat(
+        [ops.sample(logits[i : i + 1], uniforms[i : i + 1], top_p[i : i + 1], top_k[i : i + 1]) for i in range(64)]
+    )
     assert torch.equal(together, alone)
     plain = top_k == OFF
     assert torch.equal(ops.sample(logits[plain], uniforms[plain], top_p[plain], top_k[plain]), together[plain])

@@ -23,7 +23,7 @@ def die_with_parent() -> None:
     """In a child: exit as soon as the parent closes our stdin, which its death does."""
 
     def watch() -> None:
-        while sys.stdin.buffer.read(1):
+        while os.read(0, 1):  # not sys.stdin: its lock must be free at interpreter shutdown
             pass
         os._exit(3)
 
@@ -79,5 +79,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], deadline: 
             return
         if time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            raise AssertionError(f"timeout: ranks {running} still running; last output:\n{logs[running[0]].read_text()[-2000:]}")
+            raise AssertionError(
+                f"timeout: ranks {running} still running; last output:\n{logs[running[0]].read_text()[-2000:]}"
+            )
         time.sleep(0.05)

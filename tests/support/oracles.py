@@ -110,10 +110,11 @@ def fake_quantize(x: NDArray[np.float32], rows: int = 1, scale_format: str = "fp
 
 
 # ------------------------------------------------------------------------------------------------ GEMM
-def gemm_exact(
-    a: tuple[NDArray[np.uint8], NDArray[np.float32]], b: tuple[NDArray[np.uint8], NDArray[np.float32]], segments: int = 1
-) -> NDArray[np.float32]:
-    """docs/numerics.md, section 2, in exact rational arithmetic: [M, N] fp32. a, b: codes and row-expanded scales."""
+Quantized = tuple[NDArray[np.uint8], NDArray[np.float32]]  # codes and row-expanded scales
+
+
+def gemm_exact(a: Quantized, b: Quantized, segments: int = 1) -> NDArray[np.float32]:
+    """docs/numerics.md, section 2, in exact rational arithmetic: [M, N] fp32."""
     (a_codes, a_scale), (b_codes, b_scale) = a, b
     num_k = a_scale.shape[1]
     out = np.zeros((len(a_codes), len(b_codes)), np.float32)

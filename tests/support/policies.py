@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,9 @@ def load_policy(
     return policy
 
 
-def micro_batches(seqs: Sequences, num_batches: int, temperature: float, pad_multiple: int, equal: bool) -> list[MicroBatch]:
+def micro_batches(
+    seqs: Sequences, num_batches: int, temperature: float, pad_multiple: int, equal: bool
+) -> list[MicroBatch]:
     """Consecutive sequences in `num_batches` packs; equal: all padded to one length (pipeline parallelism). The loss
     weight of a response token is a fixed function of its sequence and position."""
     per_batch = len(seqs) // num_batches
@@ -98,9 +100,14 @@ def weighted_loss(num_tokens: int) -> Any:
 
 
 def gradients(trainable: Trainable, batches: Sequence[MicroBatch], num_tokens: int) -> dict[str, Tensor]:
-    """fp32 gradient of every local parameter, reduced over ranks and ready for `apply`; names with global layer index."""
+    """fp32 gradient of every local parameter, reduced over ranks and ready for `apply`; global layer indices."""
     trainable.accumulate(batches, weighted_loss(num_tokens))
     return {rule.megatron_name: p.main_grad.clone() for rule, p, _ in trainable.policy.named_rules()}
+
+
+def snapshot(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copies: an export may yield views of parameters that an update changes in place."""
+    return {name: tensor.clone() for name, tensor in tensors}
 
 
 def run_job(job: Job, path: Path | str) -> dict[str, Any]:
@@ -119,12 +126,12 @@ def run_job(job: Job, path: Path | str) -> dict[str, Any]:
         batches = micro_batches(mine, min(job.num_batches, share), 0.8, pad, equal=job.pipeline > 1)
         result: dict[str, Any] = {"coordinates": (ranks.tensor, ranks.pipeline, ranks.data)}
         result["logprobs"] = compute_logprobs(policy, batches)
-        result["bf16"] = dict(export_bf16(policy))
-        result["fp8"] = dict(export_fp8(policy))
+        result["bf16"] = snapshot(export_bf16(policy))
+        result["fp8"] = snapshot(export_fp8(policy))
         trainable = make_trainable(policy, OptimizerConfig(lr=LEARNING_RATE), 10)
         result["gradients"] = gradients(trainable, batches, num_tokens)
         result["grad_norm"] = trainable.apply()
-        result["updated"] = dict(export_bf16(policy))
+        result["updated"] = snapshot(export_bf16(policy))
         result["logprobs_updated"] = compute_logprobs(policy, batches)
         return result
     finally:

@@ -1,0 +1,344 @@
+// Exact CPU kernels with a plain C ABI: no torch, no Python. The normative definitions are the torch functions of
+// ops/reference.py and fp8/; docs/numerics.md says why the bits cannot depend on the instruction set.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+inline uint32_t bits(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
+inline float from_bits(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
+inline float bf16(uint16_t h) { return from_bits((uint32_t)h << 16); }
+inline uint16_t to_bf16(float f) {  // round to nearest even; NaN stays NaN
+  const uint32_t u = bits(f);
+  const uint16_t rounded = (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+  return (u & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0 : rounded;
+}
+inline double pow2(int e) { uint64_t u = (uint64_t)(int64_t)(e + 1023) << 52; double d; std::memcpy(&d, &u, 8); return d; }
+// e with 2^(e-1) <= max(magnitude, 1e-30) < 2^e, for finite normal doubles
+inline int exponent(double magnitude) {
+  const double m = magnitude < 1e-30 ? 1e-30 : magnitude;
+  uint64_t u; std::memcpy(&u, &m, 8);
+  return (int)((u >> 52) & 0x7FF) - 1022;
+}
+// round half to even of |x| < 2^51
+inline double nearest(double x) { return (x + 6755399441055744.0) - 6755399441055744.0; }
+inline float exp32(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 87.0f ? 87.0f : x;
+  const float k = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+  x = x - k * 0.693359375f;
+  x = x - k * -2.12194440e-4f;
+  float y = x * 1.9875691500e-4f;
+  y = (y + 1.3981999507e-3f) * x;
+  y = (y + 8.3334519073e-3f) * x;
+  y = (y + 4.1665795894e-2f) * x;
+  y = (y + 1.6666665459e-1f) * x;
+  y = (y + 5.0000001201e-1f) * x;
+  y = (y * x + x) + 1.0f;
+  return y * from_bits((uint32_t)((int32_t)k + 127) << 23);
+}
+inline double log64(float s) {
+  int e;
+  double m = std::frexp((double)s, &e);
+  if (m < 0.70710678118654752) { m *= 2; e -= 1; }
+  const double f = (m - 1) / (m + 1), f2 = f * f;
+  double y = 1 / 23.0;
+  for (int d = 21; d > 0; d -= 2) y = y * f2 + (1.0 / d);
+  return y * f * 2 + e * 0.6931471805599453;
+}
+// FP8 scale of a group whose largest |x| has the bits `top`; NaN for a non-finite group
+inline float scale_of(uint32_t top, int pow2_format) {
+  if (top >= 0x7F800000u) return from_bits(0x7FC00000u);
+  if (top == 0) return 1.0f;
+  const float s = from_bits(top) / 448.0f;
+  float scale = s < 0x1p-126f ? 0x1p-126f : s;
+  if (pow2_format) scale = from_bits((bits(scale) + 0x7FFFFFu) >> 23 << 23);
+  return scale;
+}
+// E4M3 code of |v| <= 448 (round to nearest even)
+inline uint8_t e4m3(float v) {
+  const uint32_t u = bits(v), sign = (u >> 24) & 0x80u, magnitude = u & 0x7FFFFFFFu;
+  const uint32_t rounded = magnitude + 0x7FFFFu + ((magnitude >> 20) & 1u);       // 3 mantissa bits
+  const uint32_t normal = (rounded >> 20) - ((127u - 7u) << 3);
+  const float small = from_bits(magnitude) * 512.0f + 8388608.0f;                 // multiples of 2^-9
+  const uint32_t subnormal = bits(small) & 0xFu;
+  return (uint8_t)(sign | (magnitude < 0x3C800000u ? subnormal : normal));         // 2^-6
+}
+inline void encode(const float* x, int n, float scale, uint8_t* codes) {
+  if (scale != scale) { std::memset(codes, 0x7F, n); return; }
+  const float r = 1.0f / scale;
+  for (int i = 0; i < n; i++) {
+    float v = x[i] * r;
+    v = v < -448.0f ? -448.0f : v;
+    v = v > 448.0f ? 448.0f : v;
+    codes[i] = e4m3(v);
+  }
+}
+inline void widen(const uint16_t* p, double* wide, int n) {  // top 16 bits of a double hold any E4M3 value
+  for (int i = 0; i < n; i++) { uint64_t u = (uint64_t)p[i] << 48; std::memcpy(wide + i, &u, 8); }
+}
+inline void widen_bf16(const uint16_t* p, double* wide, int n) { for (int i = 0; i < n; i++) wide[i] = (double)bf16(p[i]); }
+
+struct Kernels {
+  void (*quantize_groups)(const float*, int64_t, int64_t, int, uint8_t*, float*);
+  void (*encode_rows)(const float*, int64_t, int64_t, const float*, uint8_t*);
+  void (*amax_groups)(const float*, int64_t, int64_t, float*);
+  void (*fp8_gemm)(const double*, const float*, const uint16_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t,
+                   int64_t, int64_t);
+  void (*grid_gemm)(const double*, const double*, const uint16_t*, const double*, double*, float*, int64_t, int64_t, int64_t,
+                    int64_t, int64_t);
+  void (*attend)(const double*, int, const int*, const double*, const double*, const int*, int, int, int, float, double*);
+  void (*rmsnorm)(const uint16_t*, const uint16_t*, float, uint16_t*, int64_t, int64_t);
+  void (*swiglu)(const uint16_t*, uint16_t*, int64_t, int64_t);
+  void (*rope)(const uint16_t*, const float*, const float*, uint16_t*, int64_t, int64_t, int64_t);
+  void (*log_sum_exp)(const float*, int64_t, int64_t, float*, double*);
+  void (*exp_weights)(const float*, int64_t, int64_t, double*);
+};
+
+}  // namespace
+
+#define LEVEL 0
+#define NAMESPACE base
+#include "kernels.inc"
+#undef LEVEL
+#undef NAMESPACE
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#define LEVEL 1
+#define NAMESPACE avx2
+#include "kernels.inc"
+#undef LEVEL
+#undef NAMESPACE
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+#define LEVEL 2
+#define NAMESPACE avx512
+#include "kernels.inc"
+#undef LEVEL
+#undef NAMESPACE
+#pragma GCC pop_options
+#endif
+
+namespace {
+const Kernels* table_of(int level) {
+#if defined(__x86_64__)
+  if (level == 2) return &avx512::TABLE;
+  if (level == 1) return &avx2::TABLE;
+#endif
+  return &base::TABLE;
+}
+const Kernels* active = &base::TABLE;
+int threads = 1;
+
+// body(first, last) over [0, count) in equal parts; parts are independent, so their number changes nothing
+template <class Body>
+void parallel(int64_t count, Body body) {
+  const int64_t parts = std::min<int64_t>(threads, count);
+  if (parts <= 1) { body(0, count); return; }
+  std::vector<std::thread> workers;
+  for (int64_t i = 1; i < parts; i++) workers.emplace_back([=] { body(count * i / parts, count * (i + 1) / parts); });
+  body(0, count / parts);
+  for (auto& w : workers) w.join();
+}
+}  // namespace
+
+extern "C" {
+// 0: baseline, 1: AVX2 + FMA, 2: AVX-512; what this processor can run at most
+int jetrl_best_level() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return 2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
+#endif
+  return 0;
+}
+int jetrl_use_level(int level) {
+  if (level < 0 || level > jetrl_best_level()) return -1;
+  active = table_of(level);
+  return level;
+}
+void jetrl_use_threads(int count) { threads = count < 1 ? 1 : count; }
+
+void jetrl_quantize(const float* x, int64_t rows, int64_t k, int64_t pow2_format, uint8_t* codes, float* scales) {
+  const int64_t groups = (k + 127) / 128;
+  parallel(rows, [=](int64_t a, int64_t b) {
+    active->quantize_groups(x + a * k, b - a, k, (int)pow2_format, codes + a * k, scales + a * groups);
+  });
+}
+void jetrl_encode(const float* x, int64_t rows, int64_t k, const float* scales, uint8_t* codes) {
+  const int64_t groups = (k + 127) / 128;
+  parallel(rows, [=](int64_t a, int64_t b) {
+    active->encode_rows(x + a * k, b - a, k, scales + a * groups, codes + a * k);
+  });
+}
+void jetrl_amax(const float* x, int64_t rows, int64_t k, float* amax) {
+  const int64_t groups = (k + 127) / 128;
+  parallel(rows, [=](int64_t a, int64_t b) { active->amax_groups(x + a * k, b - a, k, amax + a * groups); });
+}
+
+// E4M3 codes [n][k] -> packed [ceil(n/16)][groups * 128][16] top halves of doubles, zero padded
+void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed) {
+  uint16_t half[256];
+  for (int c = 0; c < 256; c++) {
+    const int e = (c >> 3) & 15, f = c & 7;
+    double v = e ? pow2(e - 7) * (1.0 + f / 8.0) : f * pow2(-9);
+    if ((c & 0x7F) == 0x7F) v = NAN;
+    if (c & 0x80) v = -v;
+    uint64_t u; std::memcpy(&u, &v, 8);
+    half[c] = (uint16_t)(u >> 48);
+  }
+  const int64_t depth = (k + 127) / 128 * 128, panels = (n + 15) / 16;
+  std::memset(packed, 0, panels * depth * 16 * sizeof(uint16_t));
+  for (int64_t row = 0; row < n; row++) {
+    uint16_t* target = packed + row / 16 * depth * 16 + row % 16;
+    for (int64_t i = 0; i < k; i++) target[i * 16] = half[codes[row * k + i]];
+  }
+}
+// codes [m][k] with scales [m][groups], packed weight with scales [groups][n] -> out [m][n] fp32
+void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* packed, const float* scale_b, float* out,
+                    int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+  const int64_t groups = (k + 127) / 128, depth = groups * 128;
+  double value[256];
+  for (int c = 0; c < 256; c++) {
+    const int e = (c >> 3) & 15, f = c & 7;
+    value[c] = e ? pow2(e - 7) * (1.0 + f / 8.0) : f * pow2(-9);
+    if ((c & 0x7F) == 0x7F) value[c] = NAN;
+    if (c & 0x80) value[c] = -value[c];
+  }
+  std::vector<double> a(m * depth, 0.0);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < k; j++) a[i * depth + j] = value[codes[i * k + j]];
+  const double* left = a.data();
+  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
+    active->fp8_gemm(left, scale_a, packed, scale_b, out, m, n, groups, groups / num_segments, p0, p1);
+  });
+}
+
+// max |x| of every bf16 row
+void jetrl_row_max(const uint16_t* x, int64_t rows, int64_t k, double* top) {
+  for (int64_t m = 0; m < rows; m++) {
+    uint16_t t = 0;
+    for (int64_t i = 0; i < k; i++) { const uint16_t a = x[m * k + i] & 0x7FFF; t = a > t ? a : t; }
+    top[m] = (double)bf16(t);
+  }
+}
+// bf16 weight [n][k] -> integers of the rows' 20-bit grids as bf16, packed [ceil(n/16)][k][16], and their scales [n]
+void jetrl_pack_grid(const uint16_t* w, const double* row_max, int64_t n, int64_t k, int64_t stride, uint16_t* packed,
+                     double* scale) {
+  std::memset(packed, 0, (n + 15) / 16 * k * 16 * sizeof(uint16_t));
+  for (int64_t row = 0; row < n; row++) {
+    const int e = exponent(row_max[row]);
+    const double up = pow2(20 - e);
+    scale[row] = pow2(e - 20);
+    uint16_t* target = packed + row / 16 * k * 16 + row % 16;
+    for (int64_t i = 0; i < k; i++) target[i * 16] = to_bf16((float)nearest((double)bf16(w[row * stride + i]) * up));
+  }
+}
+// x bf16 [m][k] (row stride `stride`) times a packed grid weight; exactly one of out64, out32 is not null
+void jetrl_grid_gemm(const uint16_t* x, const double* row_max, const uint16_t* packed, const double* column_scale,
+                     double* out64, float* out32, int64_t m, int64_t n, int64_t k, int64_t stride) {
+  std::vector<double> a(m * k), scale(m);
+  for (int64_t i = 0; i < m; i++) {
+    const int e = exponent(row_max[i]);
+    const double up = pow2(20 - e);
+    scale[i] = pow2(e - 20);
+    for (int64_t j = 0; j < k; j++) a[i * k + j] = nearest((double)bf16(x[i * stride + j]) * up);
+  }
+  const double *left = a.data(), *rows = scale.data();
+  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
+    active->grid_gemm(left, rows, packed, column_scale, out64, out32, m, n, k, p0, p1);
+  });
+}
+
+// Attention over a key/value pool; see ops/reference.py `attention`. All bf16; pools [slots][groups][dim].
+void jetrl_attention(const uint16_t* q, const uint16_t* k_pool, const uint16_t* v_pool, const int32_t* table,
+                     int64_t table_stride, const int64_t* cu, int64_t sequences, const int64_t* kv_len, int64_t heads,
+                     int64_t groups, int64_t dim, float scale, uint16_t* out) {
+  const int64_t per_group = heads / groups;
+  parallel(sequences * groups, [=](int64_t first, int64_t last) {
+    std::vector<double> keys, values, left, result;
+    std::vector<int> ve, visible;
+    for (int64_t job = first; job < last; job++) {
+      const int64_t b = job / groups, g = job % groups, start = cu[b], stop = cu[b + 1];
+      int64_t num_keys = 0;
+      for (int64_t t = start; t < stop; t++) num_keys = std::max(num_keys, kv_len[t]);
+      if (num_keys == 0) continue;
+      const int64_t panels = (num_keys + 15) / 16, value_panels = (dim + 15) / 16;
+      keys.assign(panels * dim * 16, 0.0);
+      values.assign(value_panels * num_keys * 16, 0.0);
+      ve.resize(num_keys);
+      for (int64_t j = 0; j < num_keys; j++) {
+        const int64_t slot = table[b * table_stride + j];
+        const uint16_t *kp = k_pool + (slot * groups + g) * dim, *vp = v_pool + (slot * groups + g) * dim;
+        double kmax, vmax;
+        jetrl_row_max(kp, 1, dim, &kmax);
+        jetrl_row_max(vp, 1, dim, &vmax);
+        const int ke = exponent(kmax);
+        const double k_up = pow2(22 - ke), k_down = pow2(ke - 22), v_up = pow2(17 - (ve[j] = exponent(vmax)));
+        double* kt = keys.data() + j / 16 * dim * 16 + j % 16;
+        for (int64_t d = 0; d < dim; d++) kt[d * 16] = nearest((double)bf16(kp[d]) * k_up) * k_down;
+        for (int64_t d = 0; d < dim; d++)
+          values[(d / 16 * num_keys + j) * 16 + d % 16] = nearest((double)bf16(vp[d]) * v_up);
+      }
+      const int64_t chunk = 64;  // queries at a time, bounds memory
+      for (int64_t t0 = start; t0 < stop; t0 += chunk) {
+        const int64_t t1 = std::min(stop, t0 + chunk), nq = (t1 - t0) * per_group;
+        left.resize(nq * dim);
+        result.resize(nq * dim);
+        visible.resize(nq);
+        int most = 0;
+        for (int64_t t = t0; t < t1; t++)
+          for (int64_t h = 0; h < per_group; h++) {
+            const uint16_t* qp = q + (t * heads + g * per_group + h) * dim;
+            double qmax;
+            jetrl_row_max(qp, 1, dim, &qmax);
+            const int e = exponent(qmax);
+            const double up = pow2(22 - e), down = pow2(e - 22);
+            const int64_t row = (t - t0) * per_group + h;
+            for (int64_t d = 0; d < dim; d++) left[row * dim + d] = nearest((double)bf16(qp[d]) * up) * down;
+            visible[row] = (int)kv_len[t];
+            most = std::max(most, visible[row]);
+          }
+        active->attend(left.data(), (int)nq, visible.data(), keys.data(), values.data(), ve.data(), most, (int)num_keys,
+                       (int)dim, scale, result.data());
+        for (int64_t t = t0; t < t1; t++)
+          for (int64_t h = 0; h < per_group; h++) {
+            const int64_t row = (t - t0) * per_group + h;
+            if (visible[row] == 0) continue;
+            uint16_t* o = out + (t * heads + g * per_group + h) * dim;
+            for (int64_t d = 0; d < dim; d++) o[d] = to_bf16((float)result[row * dim + d]);
+          }
+      }
+    }
+  });
+}
+
+void jetrl_rmsnorm(const uint16_t* x, const uint16_t* w, float eps, uint16_t* y, int64_t rows, int64_t h) {
+  parallel(rows, [=](int64_t a, int64_t b) { active->rmsnorm(x + a * h, w, eps, y + a * h, b - a, h); });
+}
+void jetrl_swiglu(const uint16_t* x, uint16_t* y, int64_t rows, int64_t f) {
+  parallel(rows, [=](int64_t a, int64_t b) { active->swiglu(x + a * 2 * f, y + a * f, b - a, f); });
+}
+void jetrl_rope(const uint16_t* x, const float* c, const float* s, uint16_t* y, int64_t tokens, int64_t heads, int64_t half) {
+  parallel(tokens, [=](int64_t a, int64_t b) {
+    active->rope(x + a * heads * 2 * half, c + a * half, s + a * half, y + a * heads * 2 * half, b - a, heads, half);
+  });
+}
+void jetrl_log_sum_exp(const float* z, int64_t rows, int64_t v, float* top, double* log_sum) {
+  parallel(rows, [=](int64_t a, int64_t b) { active->log_sum_exp(z + a * v, b - a, v, top + a, log_sum + a); });
+}
+void jetrl_exp_weights(const float* z, int64_t rows, int64_t v, double* w) {
+  parallel(rows, [=](int64_t a, int64_t b) { active->exp_weights(z + a * v, b - a, v, w + a * v); });
+}
+}
