@@ -68,6 +68,7 @@ def collect() -> dict[str, Any]:
         ],
         "fp8_backend": backend,
         "fp8_backend_reason": reason,
+        "cpu_kernels": _cpu_kernels(),
         "cores": num_cores(),
         "nofile": _limit(resource.RLIMIT_NOFILE),
         "memlock_bytes": _limit(resource.RLIMIT_MEMLOCK),
@@ -119,11 +120,20 @@ def lines(report: dict[str, Any]) -> list[str]:
     if not report["gpus"]:
         out.append("GPU: none")
     out.append(f"FP8 backend: {report['fp8_backend']} ({report['fp8_backend_reason']})")
+    out.append(f"CPU kernels: {report['cpu_kernels']}")
     out.append(f"cores: {report['cores']}")
     out.append(f"nofile: {_unlimited(report['nofile'])}, memlock: {_unlimited(report['memlock_bytes'])} bytes")
     out.append(f"/dev/shm free: {_gib(report['shm_free_bytes'])}, disk free here: {_gib(report['disk_free_bytes'])}")
     out += [f"problem: {p}" for p in report["problems"]] or ["no problems found"]
     return out
+
+
+def _cpu_kernels() -> str:
+    """Which form of the exact operators runs: compiled for an instruction set, or the torch reference and why."""
+    from jetrl_megatron.native import Native, status
+
+    found = status()
+    return f"compiled, {found.level}" if isinstance(found, Native) else f"torch reference ({found.reason})"
 
 
 def num_cores() -> int:

@@ -1,1 +1,1 @@
-"""Training side: real Megatron-Core with our linears, norms, attention and activation. The only importer of megatron."""
+"""Training side: real Megatron-Core with our linears, norms, attention and activation. It alone imports megatron."""

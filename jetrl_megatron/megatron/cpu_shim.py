@@ -67,7 +67,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """device="cuda" and .cuda() stay on the CPU; .type() names the cuda tensor type that Megatron's optimizer expects."""
+    """device="cuda" and .cuda() stay on the CPU; .type() names the cuda type that Megatron compares with."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs) if kwargs else {}

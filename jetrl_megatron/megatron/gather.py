@@ -22,7 +22,7 @@ SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which m
 
 
 def load_hf(policy: Policy, checkpoint: HfCheckpoint) -> None:
-    """Fill this rank's parameters from an HF checkpoint. Raises ValueError for missing, unused or non-finite tensors."""
+    """Fill this rank's parameters from an HF checkpoint. ValueError: missing, unused or non-finite tensors."""
     policy.plan.check_names(checkpoint.names())
     ranks = policy.ranks
     for rule, parameter, _ in policy.named_rules():
@@ -35,12 +35,12 @@ def load_hf(policy: Policy, checkpoint: HfCheckpoint) -> None:
 
 
 def export_bf16(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors in the model's dtype, on global rank 0 (nothing is yielded elsewhere, but all ranks must iterate)."""
+    """Whole HF tensors in the model's dtype, on global rank 0. All ranks must iterate; elsewhere nothing is yielded."""
     yield from _gather(policy, fp8=False)
 
 
 def export_fp8(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Like `export_bf16`, quantized linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)]."""
+    """Like `export_bf16`, with linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)]."""
     yield from _gather(policy, fp8=True)
 
 

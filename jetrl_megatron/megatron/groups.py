@@ -50,7 +50,7 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size % parallel.model_size or parallel.data not in (None, world_size // parallel.model_size):
         raise ValueError(
-            f"parallel: tensor={parallel.tensor} pipeline={parallel.pipeline} data={parallel.data} on {world_size} ranks; "
+            f"tensor={parallel.tensor} pipeline={parallel.pipeline} data={parallel.data}, ranks={world_size}; "
             "rule: tensor * pipeline * data = ranks; fix: change the sizes or the number of ranks"
         )
     if not dist.is_initialized():

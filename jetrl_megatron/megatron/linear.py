@@ -118,7 +118,8 @@ class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
     splits_k = True
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        assert self.input_is_parallel and self.bias is None
+        assert self.input_is_parallel
+        assert self.bias is None
         y = self._fp8(input_) if self.precision.fp8 else self._bf16(input_)
         if self.sequence_parallel:
             y = scatter_to_sequence_parallel_region(y, group=self.tp_group)

@@ -42,8 +42,8 @@ from jetrl_megatron.weights.rules import Rule
 
 @dataclass(frozen=True)
 class LogprobRequest:
-    """What the last stage computes. rows: indices into the packed tokens [n] whose next token is asked for; targets [n]:
-    those next tokens; temperature: sampling temperature (0: greedy)."""
+    """What the last stage computes. rows [n]: indices into the packed tokens whose next token is asked; targets [n]:
+    those tokens; temperature: sampling temperature (0: greedy)."""
 
     rows: Tensor
     targets: Tensor

@@ -79,7 +79,8 @@ class CoreAttention(DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | None = None,
     ) -> Tensor:
-        assert packed_seq_params is not None and attention_bias is None
+        assert packed_seq_params is not None
+        assert attention_bias is None
         o = ops.packed_attention(query, key, value, packed_seq_params.cu, self.softmax_scale)
         return o.reshape(query.shape[0], -1)
 

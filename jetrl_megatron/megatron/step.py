@@ -18,8 +18,8 @@ from jetrl_megatron.megatron.modules import PackedSequences
 class MicroBatch:
     """Packed sequences of one forward. T tokens incl. the padding tail, n response tokens.
 
-    token_ids [T]; sequences: their offsets; request: the n rows and targets; loss_inputs: per-response-token tensors [n]
-    that the loss function reads.
+    token_ids [T]; sequences: their offsets; request: the n rows and targets; loss_inputs: tensors [n] that the loss
+    function reads.
     """
 
     token_ids: Tensor

@@ -1,5 +1,5 @@
-"""Kernel set of compiled C++: the functions of `reference` with the same bits. What it has no kernel for (fp32 inputs, head
-dims that are not covered) goes to `reference`."""
+"""Kernel set of compiled C++: the functions of `reference` with the same bits. What it has no kernel for
+(inputs other than bf16) goes to `reference`."""
 
 from __future__ import annotations
 

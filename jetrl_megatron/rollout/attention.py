@@ -31,7 +31,8 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         **options: Any,
     ) -> Tensor:
         """query [T, H, D] holds the new tokens of every sequence; each sees its prefix and itself."""
-        assert scaling is not None and options.get("sliding_window_size") is None and not options.get("is_cross_attn")
+        assert scaling is not None
+        _require_plain(options)
         new = extend_seq_lens.tolist()
         table = req_to_token[req_pool_indices, : int(seq_lens.max())]
         kv_len = torch.cat(
@@ -54,7 +55,13 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         **options: Any,
     ) -> Tensor:
         """query [B, H, D]: one new token per sequence."""
-        assert scaling is not None and options.get("sliding_window_size") is None and not options.get("is_cross_attn")
+        assert scaling is not None
+        _require_plain(options)
         table = req_to_token[req_pool_indices, : int(seq_lens.max())]
         cu = list(range(len(query) + 1))
         return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, seq_lens.long(), scaling))
+
+
+def _require_plain(options: dict[str, Any]) -> None:
+    if options.get("sliding_window_size") is not None or options.get("is_cross_attn"):
+        raise NotImplementedError("sliding-window or cross attention; rule: plain causal attention")

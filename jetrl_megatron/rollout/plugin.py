@@ -22,6 +22,7 @@ from jetrl_megatron.rollout.environment import engine_threads, is_engine_process
 from jetrl_megatron.rollout.sampler import sample_tokens
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
 
+_UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 METHODS = ("jetrl_fp8", "jetrl_bf16")
 
 
@@ -62,7 +63,7 @@ def _register_operator_hooks() -> None:
         "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
     }
     around = {
-        "model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor": _report_sync_error,
+        f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
         "model_executor.model_runner.ModelRunner.load_model": _check_model,
     }
     if not torch.cuda.is_available():
@@ -112,7 +113,8 @@ def _rope(
     offsets: Tensor | None = None,
     fused_set_kv_buffer_arg: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    assert self.is_neox_style and self.rotary_dim == self.head_size and offsets is None
+    if not self.is_neox_style or self.rotary_dim != self.head_size or offsets is not None:
+        raise NotImplementedError("partial or interleaved rope; rule: the half-split layout over the whole head")
     table = self.__dict__.get("jetrl_table")
     if table is None:
         table = self.__dict__["jetrl_table"] = ops.RopeTable(float(self.base), self.head_size, _llama3_scaling(self))

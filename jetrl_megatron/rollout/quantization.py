@@ -1,7 +1,7 @@
 """SGLang quantization methods `jetrl_fp8` and `jetrl_bf16`: our linears behind SGLang's linear layers.
 
 FP8 weights arrive as bytes with one scale grid per Hugging Face tensor (`X.weight`, `X.weight_scale_inv`); a BF16
-tensor is quantized on arrival by the same quantizer. Scales are kept per row, so a tensor-parallel shard may cut blocks.
+tensor is quantized on arrival by the same quantizer. Scales are kept per row, so a shard may cut blocks.
 The method's parameters travel in the model's config.json under `quantization_config`.
 """
 
@@ -73,7 +73,7 @@ class JetrlConfig(QuantizationConfig):
 
 
 class Fp8LinearMethod(LinearMethodBase):
-    """Linear over FP8 bytes. layer.weight [N, K] E4M3; layer.weight_scale_inv [N, ceil(K/128)] fp32, one row per row."""
+    """Linear over FP8 bytes. layer.weight [N, K] E4M3; layer.weight_scale_inv [N, ceil(K/128)] fp32."""
 
     def __init__(self, config: JetrlConfig) -> None:
         self.config = config
@@ -91,7 +91,8 @@ class Fp8LinearMethod(LinearMethodBase):
     ) -> None:
         if input_size != input_size_per_partition and input_size_per_partition % BLOCK:
             raise ValueError(
-                f"rollout.tensor_parallel: {input_size // input_size_per_partition}; rule: K={input_size} per rank is a multiple of {BLOCK}; "
+                f"rollout.tensor_parallel: {input_size // input_size_per_partition}; rule: K={input_size} per rank is "
+                f"a multiple of {BLOCK}; "
                 "fix: a smaller engine tensor-parallel size"
             )
         layer.jetrl_parts = list(output_partition_sizes)

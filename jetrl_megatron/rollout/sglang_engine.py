@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -76,10 +78,8 @@ class SglangEngine:
 
     def kill(self) -> None:
         """SIGKILL to the host and everything it started."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._connection.close()
 
@@ -131,7 +131,7 @@ class EnginePool:
         """Requests are dealt in contiguous shares, so that a prompt's samples meet in one prefix cache."""
         count = len(self._engines)
         bounds = [len(requests) * i // count for i in range(count + 1)]
-        shares = [requests[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        shares = [requests[a:b] for a, b in pairwise(bounds)]
         answers = self._on_all(lambda i: self._engines[i].generate(shares[i]) if shares[i] else [])
         return [completion for answer in answers for completion in answer]
 

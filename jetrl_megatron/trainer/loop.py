@@ -7,14 +7,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.megatron.checkpoint import TrainerState, save_checkpoint
 from jetrl_megatron.megatron.step import MicroBatch, compute_logprobs
 from jetrl_megatron.rl.advantages import group_advantages
-from jetrl_megatron.rl.correction import WeightStats, correction_weights
+from jetrl_megatron.rl.correction import correction_weights
 from jetrl_megatron.rl.data import response_text
 from jetrl_megatron.rl.losses import BatchNorm, policy_loss
 from jetrl_megatron.rl.mismatch import MismatchStats, require_exact

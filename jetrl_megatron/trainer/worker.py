@@ -1,4 +1,4 @@
-"""One training rank: opens the session, runs the loop, exports, reports. `python -m jetrl_megatron.trainer.worker DIR`."""
+"""One training rank: session, loop, export, report. Run as `python -m jetrl_megatron.trainer.worker RUN_DIR`."""
 
 from __future__ import annotations
 

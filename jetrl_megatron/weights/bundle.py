@@ -69,7 +69,7 @@ class Bundle:
                     yield name, opened.get_tensor(name)
 
     def verify(self) -> None:
-        """Raises ValueError naming the first tensor whose bytes are not those that were written, or the missing ones."""
+        """Raises ValueError naming the first tensor whose bytes are not those that were written, or a missing one."""
         found = set()
         for name, tensor in self.tensors():
             if self.checksums.get(name) != checksum(tensor):

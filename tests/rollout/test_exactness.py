@@ -180,7 +180,7 @@ def test_link_e_sync_a_b_a_restores(pool: EnginePool, qwen3: Path, tmp_path: Pat
 
 
 def test_refused_bundle_leaves_the_old_version_whole(loaded: EnginePool, policy: Any, tmp_path: Path) -> None:
-    """A bundle with a flipped byte, a missing tensor or a wrong shape is refused by name; outputs stay what they were."""
+    """A bundle with a flipped byte, a missing tensor or a wrong shape is refused by name; outputs stay the same."""
     asked = requests(prompts(policy.dims.vocab_size, count=3, longest=40, seed=9), temperature=1.0)
     before = loaded.generate(asked)
     name = "model.layers.0.mlp.down_proj.weight"

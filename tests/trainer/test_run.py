@@ -15,10 +15,33 @@ from tests.support.trainer import load_policy
 
 pytestmark = pytest.mark.slow
 SHORT = (*TINY, "trainer.num_steps=2", "checkpoint.every_steps=0", "model.init=random")
-REQUIRED_KEYS = """step weights/version reward/mean reward/std response/mean_tokens response/truncated_fraction
-mismatch/max_abs_dlogp mismatch/mean_abs_dlogp mismatch/kl_k1 mismatch/kl_k3 mismatch/token_mult_prob_error
-mismatch/num_tokens loss/policy loss/kl grad/norm time/rollout_s time/reward_s time/logprob_s time/train_s
-time/quantize_s time/sync_s time/total_s tokens/rollout_per_s tokens/train_per_s memory/peak_rss_bytes""".split()
+REQUIRED_KEYS = [
+    "step",
+    "weights/version",
+    "reward/mean",
+    "reward/std",
+    "response/mean_tokens",
+    "response/truncated_fraction",
+    "mismatch/max_abs_dlogp",
+    "mismatch/mean_abs_dlogp",
+    "mismatch/kl_k1",
+    "mismatch/kl_k3",
+    "mismatch/token_mult_prob_error",
+    "mismatch/num_tokens",
+    "loss/policy",
+    "loss/kl",
+    "grad/norm",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/logprob_s",
+    "time/train_s",
+    "time/quantize_s",
+    "time/sync_s",
+    "time/total_s",
+    "tokens/rollout_per_s",
+    "tokens/train_per_s",
+    "memory/peak_rss_bytes",
+]
 
 
 @pytest.fixture(scope="module")
