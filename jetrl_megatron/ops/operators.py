@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_megatron.fp8 import Fp8Recipe
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
+from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.autograd import differentiable
 from jetrl_megatron.ops.kernels import kernels
 from jetrl_megatron.ops.recorder import operator
@@ -60,11 +61,7 @@ def rope(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
     """Rotate x [T, h, D] by positions [T] (half-split layout)."""
     cos, sin = table.lookup(positions)
 
-    def rotate(x: Tensor) -> Tensor:
-        y: Tensor = kernels().rope(x, cos, sin)
-        return y
-
-    return differentiable(rotate, rotate, x)
+    return differentiable(lambda x: kernels().rope(x, cos, sin), lambda x: reference.rope(x, cos, sin), x)
 
 
 @operator("swiglu")
