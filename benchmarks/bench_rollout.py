@@ -1,4 +1,4 @@
-"""Rollout tokens/s: real SGLang with our exact FP8 operators against stock SGLang in bf16.
+"""Rollout tokens/s: real SGLang with our exact FP8 operators, in both kernel sets, against stock SGLang in bf16.
 
 The work of one step of configs/smollm2_gsm8k_cpu.yaml: 4 prompts (new ones every round), 4 samples each, decoded in one
 batch of 16, with log-probs of the sampled tokens, at temperature 1 and without early stop. Both engines are started and
@@ -9,14 +9,14 @@ engines' processes is measured, which other load on the machine disturbs less.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from stock_engine import StockEngine
-from support import SMOLLM2, random_llama, write_results
+from support import SMOLLM2, kernel_sets, random_llama, using_kernels, write_results
 from torch import Tensor
 
 from jetrl_megatron.config import ModelDims
@@ -37,6 +37,7 @@ from jetrl_megatron.weights.io import HfCheckpoint
 from jetrl_megatron.weights.plan import ConversionPlan
 
 TARGET_RATIO = 0.3
+STOCK = "stock bf16"
 NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 4
 BATCH = NUM_PROMPTS * SAMPLES_PER_PROMPT
 WARM_UP_TOKENS = 2
@@ -58,27 +59,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         model = args.model or (SMOLLM2 if SMOLLM2.is_dir() else random_llama(work / "random_llama"))
-        ours, stock = measure(model, work, args.rounds, args.prompt_tokens, args.new_tokens)
-    tokens = BATCH * args.new_tokens
+        measured = measure(model, work, args.rounds, args.prompt_tokens, args.new_tokens)
+    tokens, stock = BATCH * args.new_tokens, measured[STOCK]
     title = f"{model.name}: {NUM_PROMPTS} x {SAMPLES_PER_PROMPT} samples, {args.new_tokens} new tokens"
-    table = Table("engine", "tokens/s, per round", "tokens per CPU-second, per round", title=title)
-    for name, rounds in (("jetrl fp8", ours), ("stock bf16", stock)):
-        table.add_row(name, *(" ".join(f"{tokens / s:.1f}" for s in times) for times in (rounds.wall_s, rounds.cpu_s)))
-    wall, cpu = median_ratio(stock.wall_s, ours.wall_s), median_ratio(stock.cpu_s, ours.cpu_s)
-    met = wall >= TARGET_RATIO
+    table = Table("engine", "tokens/s", "tokens per CPU-second", "of stock, wall", "of stock, CPU", title=title)
+    ratios = {}
+    for name, rounds in measured.items():
+        rates = (" ".join(f"{tokens / s:.1f}" for s in times) for times in (rounds.wall_s, rounds.cpu_s))
+        ratios[name] = {
+            "wall": round(median_ratio(stock.wall_s, rounds.wall_s), 3),
+            "cpu": round(median_ratio(stock.cpu_s, rounds.cpu_s), 3),
+        }
+        table.add_row(name, *rates, *(f"{ratio:.2f}" for ratio in ratios[name].values()))
     console = Console()
     console.print(table)
-    console.print(f"ours / stock: {wall:.2f}x in wall time, {cpu:.2f}x in CPU time")
-    console.print(f"target >= {TARGET_RATIO}x: {'met' if met else 'MISSED'}")
+    targets = {}
+    for name in (n for n in measured if n != STOCK):
+        met = ratios[name]["wall"] >= TARGET_RATIO
+        console.print(f"{name}: target >= {TARGET_RATIO}x of stock: {'met' if met else 'MISSED'}")
+        targets[name] = {"ratio": ratios[name]["wall"], "at_least": TARGET_RATIO, "met": met}
     results = {
         "model": model.name,
         "batch": BATCH,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
-        "target": {"ratio": round(wall, 3), "at_least": TARGET_RATIO, "met": met},
-        "ratio_of_cpu_time": round(cpu, 3),
-        "jetrl_fp8": asdict(ours),
-        "stock_bf16": asdict(stock),
+        "targets": targets,
+        "ratios_to_stock": ratios,
+        "seconds": {name: asdict(rounds) for name, rounds in measured.items()},
     }
     write_results(f"rollout_{model.name}", results)
 
@@ -100,58 +107,61 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(model: Path, work: Path, num_rounds: int, prompt_tokens: int, new_tokens: int) -> tuple[Rounds, Rounds]:
-    """(ours, stock)."""
+def measure(model: Path, work: Path, num_rounds: int, prompt_tokens: int, new_tokens: int) -> dict[str, Rounds]:
+    """By engine: ours in every kernel set, and stock."""
     torch.set_num_threads(1)
     checkpoint = HfCheckpoint(model)
-    spec = start_spec(checkpoint, work)
-    ours = SglangEngine(spec, START_TIMEOUT_S, request_timeout_s=3600.0)
-    try:
-        with open(work / "stock.log", "wb") as log:
-            stock = StockEngine(stock_args(spec, checkpoint, work), log)
-        try:
-            ours.load_weights(write_bundle(work / "bundle", 1, fp8_tensors(checkpoint), 1 << 28))
-            return take_turns(ours, stock, checkpoint.config["vocab_size"], num_rounds, prompt_tokens, new_tokens)
-        finally:
-            stock.shutdown()
-    finally:
-        ours.shutdown()
+    bundle = write_bundle(work / "bundle", 1, fp8_tensors(checkpoint), 1 << 28)
+    with contextlib.ExitStack() as started:
+        engines: dict[str, SglangEngine | StockEngine] = {}
+        for kernels in kernel_sets():
+            spec = start_spec(checkpoint, work, kernels)
+            with using_kernels(kernels):
+                ours = SglangEngine(spec, START_TIMEOUT_S, request_timeout_s=3600.0)
+            started.callback(ours.shutdown)
+            ours.load_weights(bundle)
+            engines[f"jetrl fp8, {kernels}"] = ours
+        log = started.enter_context(open(work / "stock.log", "wb"))
+        engines[STOCK] = StockEngine(stock_args(spec, checkpoint, work), log)
+        started.callback(engines[STOCK].shutdown)
+        return take_turns(engines, checkpoint.config["vocab_size"], num_rounds, prompt_tokens, new_tokens)
 
 
 def take_turns(
-    ours: SglangEngine, stock: StockEngine, vocab_size: int, num_rounds: int, prompt_tokens: int, new_tokens: int
-) -> tuple[Rounds, Rounds]:
-    results = (Rounds(), Rounds())
+    engines: dict[str, SglangEngine | StockEngine],
+    vocab_size: int,
+    num_rounds: int,
+    prompt_tokens: int,
+    new_tokens: int,
+) -> dict[str, Rounds]:
+    results = {name: Rounds() for name in engines}
     for number in range(num_rounds + 1):
         count = new_tokens if number else WARM_UP_TOKENS
         prompts = random_prompts(number, vocab_size, prompt_tokens)
-        sampling = Sampling(TEMPERATURE, 1.0, -1, count, ())
-        requests = [Request(tuple(ids), sampling, seed=i) for i, ids in enumerate(prompts)]
-        stock_sampling = {"temperature": TEMPERATURE, "max_new_tokens": count, "ignore_eos": True}
-        turns: tuple[tuple[Any, Rounds, Callable[[], list[int]]], ...] = (
-            (ours, results[0], partial(generate_ours, ours, requests)),
-            (stock, results[1], partial(stock.generate, prompts, stock_sampling)),
-        )
-        for engine, rounds, generate in turns:
+        for name, engine in engines.items():
             pids = engine.child_pids()
             cpu, start = cpu_seconds(pids), time.perf_counter()
-            counts = generate()
+            counts = generate(engine, prompts, count)
             wall_s, cpu_s = time.perf_counter() - start, cpu_seconds(pids) - cpu
             assert set(counts) == {count}, counts
             if number:
-                rounds.wall_s.append(round(wall_s, 3))
-                rounds.cpu_s.append(round(cpu_s, 3))
+                results[name].wall_s.append(round(wall_s, 3))
+                results[name].cpu_s.append(round(cpu_s, 3))
     return results
 
 
-def generate_ours(engine: SglangEngine, requests: list[Request]) -> list[int]:
-    """Number of generated tokens per request."""
+def generate(engine: SglangEngine | StockEngine, prompts: list[list[int]], count: int) -> list[int]:
+    """Number of generated tokens per prompt."""
+    if isinstance(engine, StockEngine):
+        sampling = {"temperature": TEMPERATURE, "max_new_tokens": count, "ignore_eos": True}
+        return engine.generate(prompts, sampling)
+    requests = [Request(tuple(ids), Sampling(TEMPERATURE, 1.0, -1, count, ()), seed=i) for i, ids in enumerate(prompts)]
     return [len(done.token_ids) for done in engine.generate(requests)]
 
 
-def start_spec(checkpoint: HfCheckpoint, work: Path) -> EngineSpec:
+def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str) -> EngineSpec:
     """Our engine, as `jetrl train` starts it; a model without end-of-sequence id never stops early."""
-    folder = work / "engine_model"
+    folder = work / f"engine_model_{kernels}"
     folder.mkdir()
     config = {**checkpoint.config, "eos_token_id": None, "quantization_config": QUANTIZATION}
     (folder / "config.json").write_text(json.dumps(config))
@@ -165,7 +175,7 @@ def start_spec(checkpoint: HfCheckpoint, work: Path) -> EngineSpec:
         mem_fraction_static=0.3,
         num_threads=1,
         port=0,
-        log_file=work / "engine.log",
+        log_file=work / f"engine_{kernels}.log",
     )
 
 

@@ -1,21 +1,63 @@
-"""What the benchmarks share: the machine's description, results as JSON, the default model."""
+"""What the benchmarks share: kernel sets, fresh processes, the machine's description, results as JSON, models."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import platform
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from jetrl_megatron.cli.doctor import num_cores
+from jetrl_megatron.native import Native, native, status
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SMOLLM2 = ROOT / "runs" / "models" / "SmolLM2-135M-Instruct"  # where the recipe in README.md puts it
+
+
+KERNEL_SWITCH = "JETRL_NATIVE"
+
+
+def kernel_sets() -> list[str]:
+    """Forms of our operators that run here; all give the same bits. `torch` needs no compiler."""
+    return ["compiled", "torch"] if native() is not None else ["torch"]
+
+
+@contextlib.contextmanager
+def using_kernels(name: str) -> Iterator[None]:
+    """Processes started inside the block use this kernel set."""
+    before = os.environ.pop(KERNEL_SWITCH, None)
+    if name == "torch":
+        os.environ[KERNEL_SWITCH] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(KERNEL_SWITCH, None)
+        if before is not None:
+            os.environ[KERNEL_SWITCH] = before
+
+
+def in_fresh_process(kernels: str, function: Callable[..., T], *arguments: Any) -> T:
+    """The function's result from a process of its own that uses this kernel set, without third-party warnings."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    context = multiprocessing.get_context("spawn")
+    with using_kernels(kernels), ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        return pool.submit(_checked, kernels, function, arguments).result()
+
+
+def _checked(kernels: str, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    assert (native() is not None) == (kernels == "compiled"), status()
+    return function(*arguments)
 
 
 def machine() -> dict[str, Any]:
@@ -25,7 +67,7 @@ def machine() -> dict[str, Any]:
         "cores": num_cores(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "compiled_kernels": found.level if isinstance(found := status(), Native) else found.reason,
         "load_average": round(os.getloadavg()[0], 2),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -69,15 +69,17 @@ def kill_in_phase(run_dir: Path, step: int, phase: str, *overrides: str, resume:
             command(run_dir, *overrides, resume=resume), env=environment(), cwd=ROOT, stdout=log, stderr=log
         )
     deadline = time.monotonic() + timeout_s
+    family = [process.pid]
     while True:
         assert process.poll() is None, f"the run ended before {phase} of step {step}"
         assert time.monotonic() < deadline, f"{phase} of step {step} was never reached"
         status = status_of(run_dir)
         if status.get("pid_is_alive") and (status["step"], status["phase"]) == (step, phase):
+            os.kill(process.pid, signal.SIGKILL)
             break
+        if status.get("pid_is_alive") and len(family) == 1:  # all are up once there is a status; slow, so not later
+            family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         time.sleep(0.002)
-    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert status_of(run_dir)["phase"] == phase, "killed too late"
     wait_until_gone(family)
