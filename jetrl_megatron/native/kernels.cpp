@@ -218,7 +218,7 @@ void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* 
   }
   std::vector<double> a(m * depth, 0.0);
   for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < k; j++) a[i * depth + j] = value[codes[i * k + j]];
+    for (int64_t j = 0; j < k; j++) a[(j / 128 * m + i) * 128 + j % 128] = value[codes[i * k + j]];
   const double* left = a.data();
   parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
     active->fp8_gemm(left, scale_a, packed, scale_b, out, m, n, groups, groups / num_segments, p0, p1);
@@ -253,7 +253,11 @@ void jetrl_grid_gemm(const uint16_t* x, const double* row_max, const uint16_t* p
     const int e = exponent(row_max[i]);
     const double up = pow2(20 - e);
     scale[i] = pow2(e - 20);
-    for (int64_t j = 0; j < k; j++) a[i * k + j] = nearest((double)bf16(x[i * stride + j]) * up);
+    for (int64_t k0 = 0; k0 < k; k0 += 256) {
+      const int64_t width = std::min<int64_t>(256, k - k0);
+      double* target = a.data() + k0 * m + i * width;
+      for (int64_t j = 0; j < width; j++) target[j] = nearest((double)bf16(x[i * stride + k0 + j]) * up);
+    }
   }
   const double *left = a.data(), *rows = scale.data();
   parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
