@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -73,7 +74,26 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     shutdown()
 
 
+def _take_children_along() -> None:
+    """A small process waits for this rank to end, however it ends, and then kills what is left of its process group:
+    checkpoint writing starts a server process that would otherwise outlive a SIGKILL."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    group = os.getpid()
+    alive, held_by_rank = os.pipe()
+    if os.fork():
+        os.close(alive)
+        return
+    os.setpgid(0, 0)
+    os.close(held_by_rank)
+    os.read(alive, 1)  # returns at the rank's end
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+    os._exit(0)
+
+
 def main() -> Any:
+    _take_children_along()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed supervisor takes its ranks along
     run_dir = Path(sys.argv[1])
     sys.exit(run(load_config(run_dir / files.CONFIG_FILE, []), run_dir, "--resume" in sys.argv[2:]))
