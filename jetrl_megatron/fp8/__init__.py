@@ -1,7 +1,7 @@
 """FP8 data: block formats, the one quantizer, the exact GEMM and the linear's three GEMMs (FProp, DGrad, WGrad)."""
 
 from jetrl_megatron.fp8.format import BLOCK, E4M3, E4M3_MAX, Fp8Format, Fp8Recipe, Fp8Tensor
-from jetrl_megatron.fp8.gemm import gemm_nt, num_segments_for, prepare_weight, tree_add, whole
+from jetrl_megatron.fp8.gemm import gemm_nt, num_segments_for, ordered_add, prepare_weight, tree_add, whole
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad, fp8_linear, fp8_matmul
 from jetrl_megatron.fp8.quantize import (
     GridSlice,
@@ -27,6 +27,7 @@ __all__ = [
     "fp8_matmul",
     "gemm_nt",
     "num_segments_for",
+    "ordered_add",
     "prepare_weight",
     "quantize_rows",
     "quantize_weight",

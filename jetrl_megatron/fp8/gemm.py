@@ -145,6 +145,16 @@ def tree_add(parts: Sequence[Tensor]) -> Tensor:
     return parts[0]
 
 
+def ordered_add(parts: Sequence[Tensor], tree: bool) -> Tensor:
+    """Sum of the ranks' partial sums in a written order: the binary tree, or left to right."""
+    if tree:
+        return tree_add(parts)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
 def num_segments_for(num_k_blocks: int, wanted: int = 4) -> int:
     """Segments of a row-parallel sum over `num_k_blocks` global K blocks: 4, or 2 or 1 where they do not divide."""
     while num_k_blocks % wanted:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jetrl_megatron.fp8 import tree_add
+from jetrl_megatron.fp8 import ordered_add
 
 
 def share_amax(grid: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -38,13 +38,7 @@ def ordered_sum(x: Tensor, group: dist.ProcessGroup, tree: bool) -> Tensor:
 class _OrderedSum(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, x: Tensor, group: dist.ProcessGroup, tree: bool) -> Tensor:
-        parts = gather_list(x, group)
-        if tree:
-            return tree_add(parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return ordered_add(gather_list(x, group), tree)
 
     @staticmethod
     def backward(_ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

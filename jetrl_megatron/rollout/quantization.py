@@ -27,8 +27,8 @@ from jetrl_megatron.fp8 import (
     Fp8Weight,
     expand_weight_scale,
     num_segments_for,
+    ordered_add,
     quantize_weight,
-    tree_add,
     whole,
 )
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, weight_generation
@@ -236,12 +236,7 @@ def _sum_on_rank_0(acc: Tensor, tree: bool) -> Tensor:
     dist.all_gather(parts, acc, group=group)
     if dist.get_rank(group):
         return torch.zeros_like(acc)
-    if tree:
-        return tree_add(parts)
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return ordered_add(parts, tree)
 
 
 def _maximum(x: Tensor) -> Tensor:
