@@ -111,6 +111,24 @@ def test_fp8_quantizers_gemm_and_gradients(
     assert all(same(a, b) for a, b in zip(ours, compute(), strict=True))
 
 
+def test_gradients_of_a_fused_and_cut_weight(level: int, torch_forms: Callable[[], None]) -> None:
+    """DGrad through a fused qkv weight whose blocks are short, interleaved and cut: rows in the order of the grid."""
+    order = torch.randperm(320, generator=torch.Generator().manual_seed(12))
+    slices = [GridSlice(order[:192], 64, 384), GridSlice(order[192:256], 0, 64), GridSlice(order[256:], 0, 64)]
+    x, w = adversarial(19, 200, 13), adversarial(320, 200, 14)
+
+    def compute() -> Tensor:
+        weight = Fp8Weight.of(quantize_weight(w, FORMATS[0], slices), slices)
+        leaf = x.clone().requires_grad_()
+        fp8_linear(leaf, w.clone().requires_grad_(), weight, Fp8Recipe()).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    ours = compute()
+    torch_forms()
+    assert same(ours, compute())
+
+
 def test_non_finite_groups_are_poisoned_alike(level: int, torch_forms: Callable[[], None]) -> None:
     """NaN and Inf poison their own group only: scale NaN, codes 0x7F, and NaN in the GEMM's rows."""
     x = gaussian(6, 300, 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl_megatron import ops
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Weight, quantize_weight, whole
-from jetrl_megatron.ops import reference
+from jetrl_megatron.ops.kernels import kernels
 from tests.support.oracles import rel_error, spread, ulp_bf16
 
 H, V = 576, 1000
@@ -196,7 +196,7 @@ def test_row_parallel_bf16_linear_equals_the_whole_one(tp: int) -> None:
         return w.double().abs().amax(-1, keepdim=True)
 
     weights = [ops.ExactWeight.of(part, w_max) for part in ws]
-    partials = [reference.linear_partial(a, b.prepared, x_max(a)) for a, b in zip(xs, weights, strict=True)]
+    partials = [kernels().linear_partial(a, b.prepared, x_max(a)) for a, b in zip(xs, weights, strict=True)]
 
     def total(local: Tensor) -> Tensor:
         return local + sum(p for p in reversed(partials[1:]))

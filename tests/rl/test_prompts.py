@@ -171,7 +171,7 @@ def test_demonstration_labels() -> None:
 
 def test_learning_rate() -> None:
     """Step 0 is lr/20, the peak comes at step 19 and 20, the last step is a tenth."""
-    cfg = WarmstartConfig(lr=1.0)
+    cfg = WarmstartConfig(lr=1.0, num_steps=110)
     got = [learning_rate(step, cfg) for step in (0, 19, 20, 109)]
     assert got == pytest.approx([0.05, 1.0, 1.0, 0.1])
 
