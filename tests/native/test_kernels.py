@@ -19,6 +19,7 @@ from jetrl_megatron.fp8 import (
     Fp8Format,
     Fp8Recipe,
     Fp8Weight,
+    GridSlice,
     fp8_linear,
     fp8_matmul,
     quantize_rows,
