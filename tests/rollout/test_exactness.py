@@ -243,3 +243,17 @@ def test_families_are_exact(
     difference = trainer_logprobs(policy, ids, completions, 0.8) - engine_logprobs(completions)
     assert len(difference) > 300
     assert float(difference.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_engine_tensor_parallel_is_exact(qwen3: Path, tmp_path: Path, precision: str) -> None:
+    """Two SGLang ranks against training on one: fp32 partial sums meet in the fixed tree, log-probs are equal."""
+    fp8 = precision == "fp8"
+    policy = load_policy(qwen3, fp8)
+    ids = prompts(policy.dims.vocab_size, count=12, longest=100)
+    with engine(qwen3, tmp_path / "engine", precision, tensor_parallel=2) as pool:
+        pool.load_weights(publish(policy, tmp_path, version=0, fp8=fp8))
+        completions = pool.generate(requests(ids, temperature=0.8))
+    difference = trainer_logprobs(policy, ids, completions, 0.8) - engine_logprobs(completions)
+    assert len(difference) > 300
+    assert float(difference.abs().max()) == 0.0
