@@ -24,15 +24,20 @@ from jetrl_megatron.native import tensors as compiled
 _BATCHED_LIMIT = 1 << 18
 
 
+# Rows of A from which matrix tiles, which work on 16 rows at once and read 3 bytes per weight, beat vectors.
+_MIN_TILE_ROWS = 6
+
+
 @dataclass(frozen=True)
 class PreparedWeight:
-    """B [N, K] in the form the emulated GEMM reads, made once per weight version, with its scale [G, N] fp32.
+    """B [N, K] as operand of the emulated GEMM: codes, scale [G, N] fp32, and the forms that kernels read, each made on
+    first use and kept for the weight version.
 
-    data: uint16 panels of the compiled kernel (2 bytes per weight), or fp64 [G, 128, N] of the torch form (8 bytes).
-    order: slots of the contraction, [G*128] indices into A's columns (-1: zero padding); None: columns as they are.
+    num_columns: length of the contraction. order: where its slots come from, [G*128] indices into the columns that the
+    caller has (-1: zero padding); None: they are those columns.
     """
 
-    data: Tensor
+    codes: Tensor
     scale: Tensor
     format: Fp8Format
     num_columns: int
@@ -42,9 +47,22 @@ class PreparedWeight:
     def num_rows(self) -> int:
         return self.scale.shape[1]
 
-    @property
-    def compiled(self) -> bool:
-        return self.data.dtype == torch.uint16
+    @functools.cached_property
+    def wide(self) -> Tensor:
+        """fp64 [G, 128, N] of the torch form, 8 bytes per weight."""
+        return _wide_blocks(self.codes).permute(1, 2, 0).contiguous()
+
+    @functools.cached_property
+    def panels(self) -> Tensor:
+        """uint16 panels of the compiled kernel, 2 bytes per weight."""
+        return compiled.pack_fp8(self.codes)
+
+    @functools.cached_property
+    def tiles(self) -> Tensor | None:
+        """int8 digits for matrix tiles, 3 bytes per weight; None with NaN codes, which digits cannot hold."""
+        if bool(((self.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            return None
+        return compiled.pack_digits(self.codes)
 
 
 def _wide_blocks(codes: Tensor) -> Tensor:
@@ -56,16 +74,9 @@ def _wide_blocks(codes: Tensor) -> Tensor:
     return wide.view(m, num_blocks(k), BLOCK)
 
 
-def _prepared_data(codes: Tensor) -> Tensor:
-    if compiled.usable(codes):
-        return compiled.pack_fp8(codes)
-    return _wide_blocks(codes).permute(1, 2, 0).contiguous()
-
-
 def prepare_weight(weight: Fp8Tensor) -> PreparedWeight:
     """W [N, K] as operand B of FProp."""
-    scale = weight.scale.t().contiguous()
-    return PreparedWeight(_prepared_data(weight.data), scale, weight.format, weight.shape[1])
+    return PreparedWeight(weight.data, weight.scale.t().contiguous(), weight.format, weight.shape[1])
 
 
 def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> PreparedWeight:
@@ -80,10 +91,9 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     picked = order.clamp_min(0)
     codes = weight.data.view(torch.uint8)[picked]
     codes[order < 0] = 0
-    num_rows, num_columns = weight.shape
-    row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, :num_columns]
-    data = _prepared_data(codes.t().contiguous().view(E4M3))
-    return PreparedWeight(data, row_scale.contiguous(), weight.format, num_rows, order)
+    row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+    transposed = codes.t().contiguous().view(E4M3)
+    return PreparedWeight(transposed, row_scale.contiguous(), weight.format, len(order), order)
 
 
 def _contraction_order(slices: Sequence[GridSlice]) -> Tensor:
@@ -176,15 +186,17 @@ def gemm_nt(a: Fp8Tensor, b: PreparedWeight, num_segments: int = 1) -> Tensor:
         )
     if a.shape[1] == 0:
         return torch.zeros(a.shape[0], b.num_rows, dtype=torch.float32, device=a.data.device)
-    if b.compiled:
-        return compiled.fp8_gemm(a.data, a.scale, b.data, b.scale, num_segments)
+    if compiled.usable(a.data, b.codes):
+        if a.shape[0] >= _MIN_TILE_ROWS and compiled.has_tiles() and b.tiles is not None:
+            return compiled.fp8_gemm_digits(a.data, a.scale, b.tiles, b.scale, num_segments)
+        return compiled.fp8_gemm(a.data, a.scale, b.panels, b.scale, num_segments)
     m, num_k = a.scale.shape
     blocks = _wide_blocks(a.data).transpose(0, 1)
     partials: Sequence[Tensor] | Tensor
     if num_k * m * b.num_rows <= _BATCHED_LIMIT:
-        partials = torch.bmm(blocks, b.data).float()
+        partials = torch.bmm(blocks, b.wide).float()
     else:
-        partials = _LazyPartials(blocks, b.data)
+        partials = _LazyPartials(blocks, b.wide)
     scale_a = a.scale.t().unsqueeze(-1)
     per_segment = num_k // num_segments
     segments = []

@@ -94,7 +94,6 @@ def _dgrad(dy: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> 
     if prepared.order is not None:
         order = prepared.order
         dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], torch.zeros((), dtype=dy.dtype))
-        prepared = PreparedWeight(prepared.data, prepared.scale, prepared.format, dy.shape[1])
     return gemm_nt(quantize_rows(dy, recipe.format), prepared).to(dy.dtype)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 log = logging.getLogger(__name__)
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels.inc"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", "kernels.inc", "amx.inc"))
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -33,7 +33,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-fno-math-errno",
 )
-LEVELS = ("baseline", "avx2", "avx512")
+LEVELS = ("baseline", "avx2", "avx512", "amx")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def native() -> Native | None:
 
 @functools.cache
 def status() -> Native | Unavailable:
-    """Build and load once per process. JETRL_NATIVE=0 turns the compiled kernels off; JETRL_NATIVE=baseline|avx2|avx512
-    asks for one instruction set."""
+    """Build and load once per process. JETRL_NATIVE=0 turns the compiled kernels off; the name of an instruction set
+    (baseline, avx2, avx512, amx) asks for that one."""
     wanted = os.environ.get("JETRL_NATIVE", "auto")
     if wanted == "0":
         return Unavailable("turned off by JETRL_NATIVE=0")

@@ -126,18 +126,51 @@ struct Kernels {
 #undef LEVEL
 #undef NAMESPACE
 #pragma GCC pop_options
+#if defined(__linux__) && __GNUC__ >= 11
+#define JETRL_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,amx-tile,amx-int8")
+#include "amx.inc"
+#pragma GCC pop_options
+#endif
 #endif
 
 namespace {
 const Kernels* table_of(int level) {
 #if defined(__x86_64__)
-  if (level == 2) return &avx512::TABLE;
+  if (level >= 2) return &avx512::TABLE;
   if (level == 1) return &avx2::TABLE;
 #endif
   return &base::TABLE;
 }
 const Kernels* active = &base::TABLE;
-int threads = 1;
+int threads = 1, active_level = 0;
+
+#ifdef JETRL_AMX
+bool amx_allowed() {  // the CPU has it, and the kernel lets this process use the tiles
+  unsigned eax = 7, ebx, ecx = 0, edx;
+  __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+  const bool present = (edx >> 24 & 1) && (edx >> 25 & 1);  // AMX-TILE, AMX-INT8
+  return present && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
+}
+#endif
+
+// Digits of E4M3 codes: sign-magnitude, base 128, of the value times 2^9
+struct Digits { int8_t of[256][3]; };
+const Digits& digits() {
+  static const Digits table = [] {
+    Digits t;
+    for (int c = 0; c < 256; c++) {
+      const int e = (c >> 3) & 15, f = c & 7, sign = c & 0x80 ? -1 : 1;
+      const int magnitude = (c & 0x7F) == 0x7F ? 0 : e ? (8 + f) << (e - 1) : f;
+      for (int d = 0; d < 3; d++) t.of[c][d] = (int8_t)(sign * (magnitude >> 7 * d & 127));
+    }
+    return t;
+  }();
+  return table;
+}
 
 // body(first, last) over [0, count) in equal parts; parts are independent, so their number changes nothing
 template <class Body>
@@ -152,13 +185,17 @@ void parallel(int64_t count, Body body) {
 }  // namespace
 
 extern "C" {
-// 0: baseline, 1: AVX2 + FMA, 2: AVX-512; what this processor can run at most
+// 0: baseline, 1: AVX2 + FMA, 2: AVX-512, 3: AVX-512 and AMX int8 tiles; what this processor can run at most
 int jetrl_best_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
+      __builtin_cpu_supports("avx512dq")) {
+#ifdef JETRL_AMX
+    if (amx_allowed()) return 3;
+#endif
     return 2;
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return 1;
 #endif
   return 0;
@@ -166,8 +203,10 @@ int jetrl_best_level() {
 int jetrl_use_level(int level) {
   if (level < 0 || level > jetrl_best_level()) return -1;
   active = table_of(level);
+  active_level = level;
   return level;
 }
+int jetrl_level() { return active_level; }
 void jetrl_use_threads(int count) { threads = count < 1 ? 1 : count; }
 
 void jetrl_quantize(const float* x, int64_t rows, int64_t k, int64_t pow2_format, uint8_t* codes, float* scales) {
@@ -225,6 +264,36 @@ void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* 
   });
 }
 
+// Level 3 only. Codes [n][k] -> digits [panels][groups][2][3][16][64] of int8, in the layout of B tiles
+void jetrl_pack_digits(const uint8_t* codes, int64_t n, int64_t k, int8_t* packed) {
+  const int64_t groups = (k + 127) / 128, panels = (n + 15) / 16;
+  std::memset(packed, 0, panels * groups * 2 * 3 * 1024);
+  for (int64_t row = 0; row < n; row++)
+    for (int64_t i = 0; i < k; i++) {
+      const int64_t half = (row / 16 * groups + i / 128) * 2 + i % 128 / 64, in = i % 64;
+      const int8_t* d = digits().of[codes[row * k + i]];
+      for (int p = 0; p < 3; p++) packed[(half * 3 + p) * 1024 + in / 4 * 64 + row % 16 * 4 + in % 4] = d[p];
+    }
+}
+// As jetrl_fp8_gemm, with a weight of jetrl_pack_digits
+void jetrl_fp8_gemm_digits(const uint8_t* codes, const float* scale_a, const int8_t* packed, const float* scale_b, float* out,
+                           int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+#ifdef JETRL_AMX
+  const int64_t groups = (k + 127) / 128, rows = (m + 15) / 16 * 16;
+  std::vector<int8_t> a(groups * 2 * 3 * rows * 64, 0);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < k; j++) {
+      const int8_t* d = digits().of[codes[i * k + j]];
+      int8_t* target = a.data() + ((j / 128 * 2 + j % 128 / 64) * 3 * rows + i) * 64 + j % 64;
+      for (int p = 0; p < 3; p++) target[p * rows * 64] = d[p];
+    }
+  const int8_t* left = a.data();
+  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
+    amx::fp8_gemm(left, scale_a, packed, scale_b, out, m, rows, n, groups, groups / num_segments, p0, p1);
+  });
+#endif
+}
+
 // max |x| of every bf16 row
 void jetrl_row_max(const uint16_t* x, int64_t rows, int64_t k, double* top) {
   for (int64_t m = 0; m < rows; m++) {
@@ -263,6 +332,44 @@ void jetrl_grid_gemm(const uint16_t* x, const double* row_max, const uint16_t* p
   parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
     active->grid_gemm(left, rows, packed, column_scale, out64, out32, m, n, k, p0, p1);
   });
+}
+
+// Level 3 only. Panels of jetrl_pack_grid [panels][k][16] -> digits [panels][ceil(k/64)][3][16][64] of int8
+void jetrl_grid_digits(const uint16_t* panels, int64_t n, int64_t k, int8_t* packed) {
+  const int64_t slices = (k + 63) / 64, count = (n + 15) / 16;
+  std::memset(packed, 0, count * slices * 3 * 1024);
+  for (int64_t panel = 0; panel < count; panel++)
+    for (int64_t i = 0; i < k; i++)
+      for (int64_t j = 0; j < 16; j++) {
+        const int value = (int)bf16(panels[(panel * k + i) * 16 + j]), magnitude = value < 0 ? -value : value;
+        int8_t* target = packed + (panel * slices + i / 64) * 3 * 1024 + i % 64 / 4 * 64 + j * 4 + i % 4;
+        for (int d = 0; d < 3; d++)
+          target[d * 1024] = (int8_t)((value < 0 ? -1 : 1) * (magnitude >> 7 * d & 127));
+      }
+}
+// As jetrl_grid_gemm, with a weight of jetrl_grid_digits
+void jetrl_grid_gemm_digits(const uint16_t* x, const double* row_max, const int8_t* packed, const double* column_scale,
+                            double* out64, float* out32, int64_t m, int64_t n, int64_t k, int64_t stride) {
+#ifdef JETRL_AMX
+  const int64_t slices = (k + 63) / 64, rows = (m + 15) / 16 * 16;
+  std::vector<int8_t> a(slices * 3 * rows * 64, 0);
+  std::vector<double> scale(m);
+  for (int64_t i = 0; i < m; i++) {
+    const int e = exponent(row_max[i]);
+    const double up = pow2(20 - e);
+    scale[i] = pow2(e - 20);
+    for (int64_t j = 0; j < k; j++) {
+      const int value = (int)nearest((double)bf16(x[i * stride + j]) * up), magnitude = value < 0 ? -value : value;
+      int8_t* target = a.data() + (j / 64 * 3 * rows + i) * 64 + j % 64;
+      for (int d = 0; d < 3; d++) target[d * rows * 64] = (int8_t)((value < 0 ? -1 : 1) * (magnitude >> 7 * d & 127));
+    }
+  }
+  const int8_t* left = a.data();
+  const double* row_scale = scale.data();
+  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
+    amx::grid_gemm(left, row_scale, packed, column_scale, out64, out32, m, rows, n, slices, p0, p1);
+  });
+#endif
 }
 
 // Attention over a key/value pool; see ops/reference.py `attention`. All bf16; pools [slots][groups][dim].

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_megatron.native import native
+from jetrl_megatron.native import LEVELS, native
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -71,6 +71,28 @@ def pack_fp8(codes: Tensor) -> Tensor:
     packed = torch.empty(-(-n // 16) * -(-k // 128) * 128 * 16, dtype=torch.uint16)
     call("pack_fp8", codes.contiguous(), n, k, packed)
     return packed
+
+
+def has_tiles() -> bool:
+    """Whether the active instruction set has int8 matrix tiles (AMX)."""
+    found = native()
+    return found is not None and int(found.library.jetrl_level()) == LEVELS.index("amx")
+
+
+def pack_digits(codes: Tensor) -> Tensor:
+    """E4M3 [N, K] -> int8 tiles for `fp8_gemm_digits`, 3 bytes per weight."""
+    n, k = codes.shape
+    packed = torch.empty(-(-n // 16) * -(-k // 128) * 6 * 1024, dtype=torch.int8)
+    call("pack_digits", codes.contiguous(), n, k, packed)
+    return packed
+
+
+def fp8_gemm_digits(codes: Tensor, scale: Tensor, packed: Tensor, weight_scale: Tensor, num_segments: int) -> Tensor:
+    """`fp8_gemm` on matrix tiles, same bits: codes [M, K] -> fp32 [M, N]."""
+    (m, k), n = codes.shape, weight_scale.shape[1]
+    out = torch.empty(m, n, dtype=torch.float32)
+    call("fp8_gemm_digits", codes.contiguous(), scale.contiguous(), packed, weight_scale, out, m, n, k, num_segments)
+    return out
 
 
 def fp8_gemm(codes: Tensor, scale: Tensor, packed: Tensor, weight_scale: Tensor, num_segments: int) -> Tensor:

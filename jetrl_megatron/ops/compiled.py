@@ -3,14 +3,37 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from jetrl_megatron.native.tensors import call
+from jetrl_megatron.native.tensors import call, has_tiles
 from jetrl_megatron.ops import reference
 
 MAX_EXACT_K = reference.MAX_EXACT_K
-Prepared = list[tuple[Tensor, Tensor, int]]
+_MIN_TILE_ROWS = 6  # as in fp8/gemm.py
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Up to 8192 columns of a weight: integers of its 20-bit row grids as bf16 panels (2 bytes each), scales [N]."""
+
+    panels: Tensor
+    scale: Tensor
+    width: int
+
+    @functools.cached_property
+    def tiles(self) -> Tensor:
+        """int8 digits for matrix tiles, 3 bytes per weight; made on first use."""
+        n = len(self.scale)
+        packed = torch.empty(-(-n // 16) * -(-self.width // 64) * 3 * 1024, dtype=torch.int8)
+        call("grid_digits", self.panels, n, self.width, packed)
+        return packed
+
+
+Prepared = list[_Chunk]
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +66,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def prepare_linear(weight: Tensor, weight_max: Tensor | None = None) -> Prepared:
-    """Per chunk of 8192 columns: integers of the 20-bit row grids as bf16 panels (2 bytes per weight), scales [N]."""
+    """One chunk per 8192 columns. weight_max: max |row| [N, 1] where K is split over ranks."""
     weight = weight.to(torch.bfloat16).contiguous()
     n, k = weight.shape
     chunks = []
@@ -54,15 +77,15 @@ def prepare_linear(weight: Tensor, weight_max: Tensor | None = None) -> Prepared
         packed = torch.empty(-(-n // 16) * width * 16, dtype=torch.uint16)
         scale = torch.empty(n, dtype=torch.float64)
         call("pack_grid", _view(weight, first), top, n, width, k, packed, scale)
-        chunks.append((packed, scale, n))
+        chunks.append(_Chunk(packed, scale, width))
     return chunks
 
 
 def linear_partial(x: Tensor, prepared: Prepared, x_max: Tensor | None = None) -> Tensor:
     total: Tensor | None = None
-    for i, (packed, scale, n) in enumerate(prepared):
-        out = torch.empty(x.shape[0], n, dtype=torch.float64)
-        _grid_gemm(x, i * MAX_EXACT_K, packed, scale, x_max, out, None)
+    for i, chunk in enumerate(prepared):
+        out = torch.empty(x.shape[0], len(chunk.scale), dtype=torch.float64)
+        _grid_gemm(x, i * MAX_EXACT_K, chunk, x_max, out, None)
         total = out if total is None else total + out
     assert total is not None
     return total
@@ -71,26 +94,24 @@ def linear_partial(x: Tensor, prepared: Prepared, x_max: Tensor | None = None) -
 def linear(x: Tensor, prepared: Prepared) -> Tensor:
     if len(prepared) > 1:
         return linear_partial(x, prepared).float()
-    packed, scale, n = prepared[0]
-    out = torch.empty(x.shape[0], n, dtype=torch.float32)
-    _grid_gemm(x, 0, packed, scale, None, None, out)
+    out = torch.empty(x.shape[0], len(prepared[0].scale), dtype=torch.float32)
+    _grid_gemm(x, 0, prepared[0], None, None, out)
     return out
 
 
 def _grid_gemm(
-    x: Tensor,
-    first: int,
-    packed: Tensor,
-    scale: Tensor,
-    x_max: Tensor | None,
-    out64: Tensor | None,
-    out32: Tensor | None,
+    x: Tensor, first: int, chunk: _Chunk, x_max: Tensor | None, out64: Tensor | None, out32: Tensor | None
 ) -> None:
+    """Columns [first, first + width) of bf16 x times the chunk, into one of the outputs."""
     x = x.to(torch.bfloat16).contiguous()
     m, k = x.shape
-    width = min(MAX_EXACT_K, k - first)
+    width = chunk.width
     top = _row_max(x[:, first : first + width]) if x_max is None else x_max.double().contiguous()
-    call("grid_gemm", _view(x, first), top, packed, scale, out64, out32, m, len(scale), width, k)
+    shape = (out64, out32, m, len(chunk.scale), width, k)
+    if m >= _MIN_TILE_ROWS and has_tiles() and bool(torch.isfinite(top).all()):
+        call("grid_gemm_digits", _view(x, first), top, chunk.tiles, chunk.scale, *shape)
+    else:
+        call("grid_gemm", _view(x, first), top, chunk.panels, chunk.scale, *shape)
 
 
 def _row_max(x: Tensor) -> Tensor:

@@ -62,26 +62,29 @@ def train_ok(run_dir: Path, *overrides: str, **options: Any) -> list[dict[str, A
     return read_metrics(run_dir)
 
 
-def kill_in_phase(run_dir: Path, step: int, phase: str, *overrides: str, resume: bool, timeout_s: float = 300) -> None:
-    """Start a run and SIGKILL its supervisor while `phase` of `step` is running; then everything must be gone."""
+def kill_in_phase(run_dir: Path, phase: str, *overrides: str, resume: bool, timeout_s: float = 300) -> None:
+    """Start or resume a run and SIGKILL its supervisor while rank 0 is in `phase` of some step after the first new one;
+    then everything must be gone. The rank is stopped first, so that it cannot leave the phase before it is killed."""
     with open(run_dir.with_suffix(".log"), "ab") as log:
         process = subprocess.Popen(
             command(run_dir, *overrides, resume=resume), env=environment(), cwd=ROOT, stdout=log, stderr=log
         )
     deadline = time.monotonic() + timeout_s
-    family = [process.pid]
+    family: list[int] = []
     while True:
-        assert process.poll() is None, f"the run ended before {phase} of step {step}"
-        assert time.monotonic() < deadline, f"{phase} of step {step} was never reached"
+        assert process.poll() is None, f"the run ended before it was in {phase}"
+        assert time.monotonic() < deadline, f"{phase} was never reached"
         status = status_of(run_dir)
-        if status.get("pid_is_alive") and (status["step"], status["phase"]) == (step, phase):
-            os.kill(process.pid, signal.SIGKILL)
-            break
-        if status.get("pid_is_alive") and len(family) == 1:  # all are up once there is a status; slow, so not later
-            family += [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        if status.get("pid_is_alive") and not family:  # all are up once there is a status; slow, so not later
+            family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+        elif family and status["phase"] == phase:
+            os.kill(status["pid"], signal.SIGSTOP)
+            if status_of(run_dir)["phase"] == phase:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+            os.kill(status["pid"], signal.SIGCONT)  # too late: the next step has the same phase
         time.sleep(0.002)
     process.wait()
-    assert status_of(run_dir)["phase"] == phase, "killed too late"
     wait_until_gone(family)
 
 
