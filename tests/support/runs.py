@@ -71,13 +71,15 @@ def kill_in_phase(run_dir: Path, phase: str, *overrides: str, resume: bool, time
         )
     deadline = time.monotonic() + timeout_s
     family: list[int] = []
+    first_step = 0
     while True:
         assert process.poll() is None, f"the run ended before it was in {phase}"
         assert time.monotonic() < deadline, f"{phase} was never reached"
         status = status_of(run_dir)
         if status.get("pid_is_alive") and not family:  # all are up once there is a status; slow, so not later
             family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-        elif family and status["phase"] == phase:
+            first_step = status["step"]
+        elif family and status["step"] > first_step and status["phase"] == phase:
             os.kill(status["pid"], signal.SIGSTOP)
             if status_of(run_dir)["phase"] == phase:
                 os.kill(process.pid, signal.SIGKILL)
