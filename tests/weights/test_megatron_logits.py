@@ -22,6 +22,10 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         pytest.skip("the stock model on CPU; with a GPU Megatron would move parts of it there")
     from megatron.core import parallel_state
 
+    from jetrl_megatron.megatron.groups import shutdown
+
+    if dist.is_initialized():  # left by another test package of the same session
+        shutdown()
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel(1)
