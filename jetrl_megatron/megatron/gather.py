@@ -15,10 +15,9 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import compact_weight_scale
 from jetrl_megatron.megatron.model import Policy
+from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.io import HfCheckpoint, require_finite
 from jetrl_megatron.weights.rules import Rule
-
-SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which multiply
 
 
 def load_hf(policy: Policy, checkpoint: HfCheckpoint) -> None:

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import BLOCK, compact_weight_scale
-from jetrl_megatron.weights.bundle import Bundle, checksum
+from jetrl_megatron.weights.bundle import SCALE_SUFFIX, Bundle, checksum
 from jetrl_megatron.weights.plan import ConversionPlan
 
 LOAD_FORMAT = "jetrl_megatron.rollout.weight_loader.load_bundle"
-SCALE_SUFFIX = "_scale_inv"
 _FUSED: dict[str, tuple[tuple[str, Any], ...]] = {
     "qkv_proj": (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v")),
     "gate_up_proj": (("gate_proj", 0), ("up_proj", 1)),

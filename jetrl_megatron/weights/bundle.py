@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 MANIFEST = "manifest.json"
+SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which multiply
 
 
 def checksum(tensor: Tensor) -> str:
