@@ -205,17 +205,29 @@ def test_refused_bundle_leaves_the_old_version_whole(loaded: EnginePool, policy:
 
 
 def test_dead_engine_is_restarted_with_the_current_weights(loaded: EnginePool, policy: Any) -> None:
-    """SIGKILL of the scheduler while it generates: the pool starts a new engine, loads the current version and returns
-    the tokens that the old one would have."""
+    """SIGKILL of the scheduler after it took some of the work: the pool starts a new engine, loads the current version
+    and returns the tokens that the old one would have."""
     import threading
+    import time
 
     import psutil
 
-    asked = requests(prompts(policy.dims.vocab_size, count=16, longest=100, seed=11), temperature=1.0)
+    asked = requests(
+        prompts(policy.dims.vocab_size, count=16, longest=100, seed=11), temperature=1.0, max_new_tokens=120
+    )
     expected = loaded.generate(asked)
     pids = loaded.engines[0].child_pids()
     scheduler = next(p for p in map(psutil.Process, pids) if "scheduler" in " ".join(p.cmdline()))
-    killer = threading.Timer(0.5, scheduler.kill)
+    idle = scheduler.cpu_times().user
+
+    def kill_at_work() -> None:
+        """Prefill alone takes longer than this on any machine; decoding all of it takes many times as long."""
+        deadline = time.monotonic() + 60
+        while scheduler.cpu_times().user < idle + 0.1 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        scheduler.kill()
+
+    killer = threading.Thread(target=kill_at_work)
     killer.start()
     found = loaded.generate(asked)
     killer.join()
@@ -223,15 +235,15 @@ def test_dead_engine_is_restarted_with_the_current_weights(loaded: EnginePool, p
     assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    ("variant", "precision"),
+    [(v, p) for v in VARIANTS for p in ("fp8", "bf16") if (v, p) != ("qwen3", "fp8")],  # that one: the tests above
+)
 def test_families_are_exact(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, variant: str, precision: str
 ) -> None:
     """Generation equals training exactly for every family: biases, tied embeddings, llama3 rope, head_dim 64, widths
     that are not multiples of 128; with FP8 and with exact BF16 linears."""
-    if (variant, precision) == ("qwen3", "fp8"):
-        pytest.skip("covered above, with more tokens")
     family, dims = VARIANTS[variant]
     model_dir = tiny_model(tmp_path_factory, family, **dims)
     fp8 = precision == "fp8"
