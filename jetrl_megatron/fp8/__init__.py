@@ -7,6 +7,7 @@ from jetrl_megatron.fp8.quantize import (
     GridSlice,
     compact_weight_scale,
     expand_weight_scale,
+    quantize_columns,
     quantize_rows,
     quantize_weight,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "num_segments_for",
     "ordered_add",
     "prepare_weight",
+    "quantize_columns",
     "quantize_rows",
     "quantize_weight",
     "tree_add",

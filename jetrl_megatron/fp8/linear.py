@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_transposed, prepare_weight
-from jetrl_megatron.fp8.quantize import GridSlice, quantize_rows
+from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_transposed, prepare_weight, quantized_matmul
+from jetrl_megatron.fp8.quantize import GridSlice, quantize_columns, quantize_rows
 
 
 @dataclass
@@ -44,35 +44,50 @@ class Fp8Weight:
         return self._dgrad
 
 
-def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1) -> Tensor:
-    """FProp without autograd: x [T, K] bf16 -> fp32 accumulator [T, N]."""
-    return gemm_nt(quantize_rows(x, weight.quantized.format), weight.fprop, num_segments)
+def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+    """FProp without autograd: x [T, K] bf16 -> [T, N], the fp32 accumulator rounded once to `dtype`."""
+    return quantized_matmul(x, weight.fprop, num_segments, dtype)[0]
 
 
-def fp8_linear(x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int = 1) -> Tensor:
-    """x [T, K] bf16 -> fp32 accumulator [T, N] of x @ W^T (the caller rounds it once to bf16).
+def fp8_linear(
+    x: Tensor,
+    master: Tensor,
+    weight: Fp8Weight,
+    recipe: Fp8Recipe,
+    num_segments: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """x [T, K] bf16 -> x @ W^T [T, N], the fp32 accumulator rounded once to `dtype`.
 
     master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient.
     """
     if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
-        y: Tensor = _Fp8Linear.apply(x, master, weight, recipe, num_segments)
+        y: Tensor = _Fp8Linear.apply(x, master, weight, recipe, num_segments, dtype)
         return y
-    return fp8_matmul(x, weight, num_segments)
+    return fp8_matmul(x, weight, num_segments, dtype)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        weight: Fp8Weight,
+        recipe: Fp8Recipe,
+        num_segments: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
         x = x.detach()
-        quantized = quantize_rows(x, recipe.format)
+        y, quantized = quantized_matmul(x, weight.fprop, num_segments, dtype)
         ctx.weight, ctx.recipe, ctx.master, ctx.dtype = weight, recipe, master, x.dtype
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(x)
         else:
             columnwise = recipe.saved_activation == "columnwise"
-            saved = quantize_rows(x.t().contiguous(), recipe.format) if columnwise else quantized
+            saved = quantize_columns(x, recipe.format) if columnwise else quantized
             ctx.save_for_backward(saved.data, saved.scale)
-        return gemm_nt(quantized, weight.fprop, num_segments)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,7 +98,7 @@ class _Fp8Linear(torch.autograd.Function):
             dx = _dgrad(dy, ctx.master.detach(), weight, recipe)
         if ctx.needs_input_grad[1]:
             dw = accumulate_main_grad(ctx.master, _wgrad(dy, ctx.saved_tensors, recipe))
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 def _dgrad(dy: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
@@ -107,11 +122,11 @@ def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
             x = x.t()
     if recipe.wgrad == "bf16":
         return dy.float().t() @ x.float()
-    dy_t = quantize_rows(dy.t().contiguous(), recipe.format)
+    dy_t = quantize_columns(dy, recipe.format)
     if recipe.saved_activation == "columnwise":
         x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
     else:
-        x_t = quantize_rows(x.t().contiguous(), recipe.format)
+        x_t = quantize_columns(x, recipe.format)
     return gemm_nt(dy_t, prepare_weight(x_t))
 
 

@@ -87,6 +87,14 @@ def quantize_rows(x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
     return Fp8Tensor(data.contiguous(), scale, fmt)
 
 
+def quantize_columns(x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
+    """x [T, K] -> FP8 x^T [K, T], groups along tokens: the operands of WGrad."""
+    if fmt.granularity == "block" and compiled.usable(x):
+        data, scale = compiled.quantize_columns(x, fmt.scale_format == "pow2")
+        return Fp8Tensor(data, scale, fmt)
+    return quantize_rows(x.t().contiguous(), fmt)
+
+
 def quantize_weight(
     weight: Tensor,
     fmt: Fp8Format,
@@ -101,6 +109,9 @@ def quantize_weight(
     for column shards (their grids cover different columns).
     """
     weight = weight.detach()
+    if slices is None and share_amax is None and fmt.granularity == "block" and compiled.usable(weight):
+        data, scale = compiled.quantize_blocks(weight, fmt.scale_format == "pow2")
+        return Fp8Tensor(data, scale, fmt)
     row_amax = group_amax(weight)
     if slices is None:
         slices = [GridSlice(torch.arange(weight.shape[0], device=weight.device), 0, weight.shape[0])]

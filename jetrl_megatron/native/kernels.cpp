@@ -1,6 +1,7 @@
 // Exact CPU kernels with a plain C ABI: no torch, no Python. The normative definitions are the torch functions of
 // ops/reference.py and fp8/; docs/numerics.md says why the bits cannot depend on the instruction set.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -62,6 +63,12 @@ inline float scale_of(uint32_t top, int pow2_format) {
   if (pow2_format) scale = from_bits((bits(scale) + 0x7FFFFFu) >> 23 << 23);
   return scale;
 }
+inline double e4m3_value(int code) {
+  const int e = (code >> 3) & 15, f = code & 7;
+  double v = e ? pow2(e - 7) * (1.0 + f / 8.0) : f * pow2(-9);
+  if ((code & 0x7F) == 0x7F) v = NAN;
+  return code & 0x80 ? -v : v;
+}
 // E4M3 code of |v| <= 448 (round to nearest even)
 inline uint8_t e4m3(float v) {
   const uint32_t u = bits(v), sign = (u >> 24) & 0x80u, magnitude = u & 0x7FFFFFFFu;
@@ -71,30 +78,34 @@ inline uint8_t e4m3(float v) {
   const uint32_t subnormal = bits(small) & 0xFu;
   return (uint8_t)(sign | (magnitude < 0x3C800000u ? subnormal : normal));         // 2^-6
 }
-inline void encode(const float* x, int n, float scale, uint8_t* codes) {
-  if (scale != scale) { std::memset(codes, 0x7F, n); return; }
-  const float r = 1.0f / scale;
-  for (int i = 0; i < n; i++) {
-    float v = x[i] * r;
-    v = v < -448.0f ? -448.0f : v;
-    v = v > 448.0f ? 448.0f : v;
-    codes[i] = e4m3(v);
-  }
-}
-inline void widen(const uint16_t* p, double* wide, int n) {  // top 16 bits of a double hold any E4M3 value
-  for (int i = 0; i < n; i++) { uint64_t u = (uint64_t)p[i] << 48; std::memcpy(wide + i, &u, 8); }
-}
-inline void widen_bf16(const uint16_t* p, double* wide, int n) { for (int i = 0; i < n; i++) wide[i] = (double)bf16(p[i]); }
+inline float to_float(float x) { return x; }
+inline float to_float(uint16_t x) { return bf16(x); }
 
+struct Attention {  // see ops/reference.py `attention`; all bf16, pools [slots][groups][dim]
+  const uint16_t *q, *k_pool, *v_pool;
+  const int32_t* table;
+  int64_t table_stride;
+  const int64_t *cu, *kv_len;
+  int64_t heads, groups, dim;
+  float scale;
+  uint16_t* out;
+};
+template <class T>
+struct Quantizers {
+  void (*groups)(const T*, int64_t, int64_t, int, uint8_t*, float*);
+  void (*columns)(const T*, int64_t, int64_t, int, uint8_t*, float*, int64_t, int64_t);
+  void (*encode)(const T*, int64_t, int64_t, const float*, uint8_t*);
+  void (*blocks)(const T*, int64_t, int64_t, int, uint8_t*, float*, int64_t, int64_t);
+  void (*amax)(const T*, int64_t, int64_t, float*);
+};
 struct Kernels {
-  void (*quantize_groups)(const float*, int64_t, int64_t, int, uint8_t*, float*);
-  void (*encode_rows)(const float*, int64_t, int64_t, const float*, uint8_t*);
-  void (*amax_groups)(const float*, int64_t, int64_t, float*);
-  void (*fp8_gemm)(const double*, const float*, const uint16_t*, const float*, float*, int64_t, int64_t, int64_t, int64_t,
-                   int64_t, int64_t);
+  Quantizers<float> of_float;
+  Quantizers<uint16_t> of_bf16;
+  void (*fp8_gemm)(const double*, const float*, const uint16_t*, const float*, float*, uint16_t*, int64_t, int64_t, int64_t,
+                   int64_t, int64_t, int64_t);
   void (*grid_gemm)(const double*, const double*, const uint16_t*, const double*, double*, float*, int64_t, int64_t, int64_t,
                     int64_t, int64_t);
-  void (*attend)(const double*, int, const int*, const double*, const double*, const int*, int, int, int, float, double*);
+  void (*attend)(const Attention&, int64_t, int64_t);
   void (*rmsnorm)(const uint16_t*, const uint16_t*, float, uint16_t*, int64_t, int64_t);
   void (*swiglu)(const uint16_t*, uint16_t*, int64_t, int64_t);
   void (*rope)(const uint16_t*, const float*, const float*, uint16_t*, int64_t, int64_t, int64_t);
@@ -182,6 +193,29 @@ void parallel(int64_t count, Body body) {
   body(0, count / parts);
   for (auto& w : workers) w.join();
 }
+
+template <class Body>
+void by_type(const void* x, int64_t is_bf16, Body body) {
+  if (is_bf16) body((const uint16_t*)x, active->of_bf16);
+  else body((const float*)x, active->of_float);
+}
+
+void fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* packed, const float* scale_b, float* out32,
+              uint16_t* out16, int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+  static const auto value = [] {
+    std::array<double, 256> v;
+    for (int c = 0; c < 256; c++) v[c] = e4m3_value(c);
+    return v;
+  }();
+  const int64_t groups = (k + 127) / 128;
+  std::vector<double> a(m * groups * 128, 0.0);
+  for (int64_t i = 0; i < m; i++)
+    for (int64_t j = 0; j < k; j++) a[(j / 128 * m + i) * 128 + j % 128] = value[codes[i * k + j]];
+  const double* left = a.data();
+  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
+    active->fp8_gemm(left, scale_a, packed, scale_b, out32, out16, m, n, groups, groups / num_segments, p0, p1);
+  });
+}
 }  // namespace
 
 extern "C" {
@@ -209,31 +243,46 @@ int jetrl_use_level(int level) {
 int jetrl_level() { return active_level; }
 void jetrl_use_threads(int count) { threads = count < 1 ? 1 : count; }
 
-void jetrl_quantize(const float* x, int64_t rows, int64_t k, int64_t pow2_format, uint8_t* codes, float* scales) {
+// x [rows][k] of bf16 (is_bf16) or float; see fp8/quantize.py
+void jetrl_quantize(const void* x, int64_t is_bf16, int64_t rows, int64_t k, int64_t pow2_format, uint8_t* codes,
+                    float* scales) {
   const int64_t groups = (k + 127) / 128;
-  parallel(rows, [=](int64_t a, int64_t b) {
-    active->quantize_groups(x + a * k, b - a, k, (int)pow2_format, codes + a * k, scales + a * groups);
+  by_type(x, is_bf16, [=](auto* p, const auto& q) {
+    parallel(rows, [=](int64_t a, int64_t b) {
+      q.groups(p + a * k, b - a, k, (int)pow2_format, codes + a * k, scales + a * groups);
+    });
   });
 }
-void jetrl_encode(const float* x, int64_t rows, int64_t k, const float* scales, uint8_t* codes) {
-  const int64_t groups = (k + 127) / 128;
-  parallel(rows, [=](int64_t a, int64_t b) {
-    active->encode_rows(x + a * k, b - a, k, scales + a * groups, codes + a * k);
+void jetrl_quantize_columns(const void* x, int64_t is_bf16, int64_t tokens, int64_t k, int64_t pow2_format, uint8_t* codes,
+                            float* scales) {
+  by_type(x, is_bf16, [=](auto* p, const auto& q) {
+    parallel(k, [=](int64_t a, int64_t b) { q.columns(p, tokens, k, (int)pow2_format, codes, scales, a, b); });
   });
 }
-void jetrl_amax(const float* x, int64_t rows, int64_t k, float* amax) {
+void jetrl_quantize_blocks(const void* x, int64_t is_bf16, int64_t rows, int64_t k, int64_t pow2_format, uint8_t* codes,
+                           float* scales) {
+  by_type(x, is_bf16, [=](auto* p, const auto& q) {
+    parallel((rows + 127) / 128, [=](int64_t a, int64_t b) { q.blocks(p, rows, k, (int)pow2_format, codes, scales, a, b); });
+  });
+}
+void jetrl_encode(const void* x, int64_t is_bf16, int64_t rows, int64_t k, const float* scales, uint8_t* codes) {
   const int64_t groups = (k + 127) / 128;
-  parallel(rows, [=](int64_t a, int64_t b) { active->amax_groups(x + a * k, b - a, k, amax + a * groups); });
+  by_type(x, is_bf16, [=](auto* p, const auto& q) {
+    parallel(rows, [=](int64_t a, int64_t b) { q.encode(p + a * k, b - a, k, scales + a * groups, codes + a * k); });
+  });
+}
+void jetrl_amax(const void* x, int64_t is_bf16, int64_t rows, int64_t k, float* amax) {
+  const int64_t groups = (k + 127) / 128;
+  by_type(x, is_bf16, [=](auto* p, const auto& q) {
+    parallel(rows, [=](int64_t a, int64_t b) { q.amax(p + a * k, b - a, k, amax + a * groups); });
+  });
 }
 
 // E4M3 codes [n][k] -> packed [ceil(n/16)][groups * 128][16] top halves of doubles, zero padded
 void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed) {
   uint16_t half[256];
   for (int c = 0; c < 256; c++) {
-    const int e = (c >> 3) & 15, f = c & 7;
-    double v = e ? pow2(e - 7) * (1.0 + f / 8.0) : f * pow2(-9);
-    if ((c & 0x7F) == 0x7F) v = NAN;
-    if (c & 0x80) v = -v;
+    const double v = e4m3_value(c);
     uint64_t u; std::memcpy(&u, &v, 8);
     half[c] = (uint16_t)(u >> 48);
   }
@@ -247,21 +296,13 @@ void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed
 // codes [m][k] with scales [m][groups], packed weight with scales [groups][n] -> out [m][n] fp32
 void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* packed, const float* scale_b, float* out,
                     int64_t m, int64_t n, int64_t k, int64_t num_segments) {
-  const int64_t groups = (k + 127) / 128, depth = groups * 128;
-  double value[256];
-  for (int c = 0; c < 256; c++) {
-    const int e = (c >> 3) & 15, f = c & 7;
-    value[c] = e ? pow2(e - 7) * (1.0 + f / 8.0) : f * pow2(-9);
-    if ((c & 0x7F) == 0x7F) value[c] = NAN;
-    if (c & 0x80) value[c] = -value[c];
-  }
-  std::vector<double> a(m * depth, 0.0);
-  for (int64_t i = 0; i < m; i++)
-    for (int64_t j = 0; j < k; j++) a[(j / 128 * m + i) * 128 + j % 128] = value[codes[i * k + j]];
-  const double* left = a.data();
-  parallel((n + 15) / 16, [=](int64_t p0, int64_t p1) {
-    active->fp8_gemm(left, scale_a, packed, scale_b, out, m, n, groups, groups / num_segments, p0, p1);
-  });
+  fp8_gemm(codes, scale_a, packed, scale_b, out, nullptr, m, n, k, num_segments);
+}
+// The same from bf16 x [m][k], quantized here into codes and scales, rounded to bf16 out [m][n]
+void jetrl_fp8_linear(const uint16_t* x, int64_t pow2_format, const uint16_t* packed, const float* scale_b, uint16_t* out,
+                      uint8_t* codes, float* scales, int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+  active->of_bf16.groups(x, m, k, (int)pow2_format, codes, scales);
+  fp8_gemm(codes, scales, packed, scale_b, nullptr, out, m, n, k, num_segments);
 }
 
 // Level 3 only. Codes [n][k] -> digits [panels][groups][2][3][16][64] of int8, in the layout of B tiles
@@ -372,67 +413,11 @@ void jetrl_grid_gemm_digits(const uint16_t* x, const double* row_max, const int8
 #endif
 }
 
-// Attention over a key/value pool; see ops/reference.py `attention`. All bf16; pools [slots][groups][dim].
 void jetrl_attention(const uint16_t* q, const uint16_t* k_pool, const uint16_t* v_pool, const int32_t* table,
                      int64_t table_stride, const int64_t* cu, int64_t sequences, const int64_t* kv_len, int64_t heads,
                      int64_t groups, int64_t dim, float scale, uint16_t* out) {
-  const int64_t per_group = heads / groups;
-  parallel(sequences * groups, [=](int64_t first, int64_t last) {
-    std::vector<double> keys, values, left, result;
-    std::vector<int> ve, visible;
-    for (int64_t job = first; job < last; job++) {
-      const int64_t b = job / groups, g = job % groups, start = cu[b], stop = cu[b + 1];
-      int64_t num_keys = 0;
-      for (int64_t t = start; t < stop; t++) num_keys = std::max(num_keys, kv_len[t]);
-      if (num_keys == 0) continue;
-      const int64_t panels = (num_keys + 15) / 16, value_panels = (dim + 15) / 16;
-      keys.assign(panels * dim * 16, 0.0);
-      values.assign(value_panels * num_keys * 16, 0.0);
-      ve.resize(num_keys);
-      for (int64_t j = 0; j < num_keys; j++) {
-        const int64_t slot = table[b * table_stride + j];
-        const uint16_t *kp = k_pool + (slot * groups + g) * dim, *vp = v_pool + (slot * groups + g) * dim;
-        double kmax, vmax;
-        jetrl_row_max(kp, 1, dim, &kmax);
-        jetrl_row_max(vp, 1, dim, &vmax);
-        const int ke = exponent(kmax);
-        const double k_up = pow2(22 - ke), k_down = pow2(ke - 22), v_up = pow2(17 - (ve[j] = exponent(vmax)));
-        double* kt = keys.data() + j / 16 * dim * 16 + j % 16;
-        for (int64_t d = 0; d < dim; d++) kt[d * 16] = nearest((double)bf16(kp[d]) * k_up) * k_down;
-        for (int64_t d = 0; d < dim; d++)
-          values[(d / 16 * num_keys + j) * 16 + d % 16] = nearest((double)bf16(vp[d]) * v_up);
-      }
-      const int64_t chunk = 64;  // queries at a time, bounds memory
-      for (int64_t t0 = start; t0 < stop; t0 += chunk) {
-        const int64_t t1 = std::min(stop, t0 + chunk), nq = (t1 - t0) * per_group;
-        left.resize(nq * dim);
-        result.resize(nq * dim);
-        visible.resize(nq);
-        int most = 0;
-        for (int64_t t = t0; t < t1; t++)
-          for (int64_t h = 0; h < per_group; h++) {
-            const uint16_t* qp = q + (t * heads + g * per_group + h) * dim;
-            double qmax;
-            jetrl_row_max(qp, 1, dim, &qmax);
-            const int e = exponent(qmax);
-            const double up = pow2(22 - e), down = pow2(e - 22);
-            const int64_t row = (t - t0) * per_group + h;
-            for (int64_t d = 0; d < dim; d++) left[row * dim + d] = nearest((double)bf16(qp[d]) * up) * down;
-            visible[row] = (int)kv_len[t];
-            most = std::max(most, visible[row]);
-          }
-        active->attend(left.data(), (int)nq, visible.data(), keys.data(), values.data(), ve.data(), most, (int)num_keys,
-                       (int)dim, scale, result.data());
-        for (int64_t t = t0; t < t1; t++)
-          for (int64_t h = 0; h < per_group; h++) {
-            const int64_t row = (t - t0) * per_group + h;
-            if (visible[row] == 0) continue;
-            uint16_t* o = out + (t * heads + g * per_group + h) * dim;
-            for (int64_t d = 0; d < dim; d++) o[d] = to_bf16((float)result[row * dim + d]);
-          }
-      }
-    }
-  });
+  const Attention a{q, k_pool, v_pool, table, table_stride, cu, kv_len, heads, groups, dim, scale, out};
+  parallel(sequences * groups, [a](int64_t first, int64_t last) { active->attend(a, first, last); });
 }
 
 void jetrl_rmsnorm(const uint16_t* x, const uint16_t* w, float eps, uint16_t* y, int64_t rows, int64_t h) {

@@ -39,29 +39,49 @@ def use_threads(count: int) -> None:
         found.library.jetrl_use_threads(ctypes.c_int(count))
 
 
+def _typed(x: Tensor) -> tuple[Tensor, int]:
+    """Contiguous x and whether it is bf16; anything else becomes fp32."""
+    return (x.contiguous(), 1) if x.dtype == torch.bfloat16 else (x.float().contiguous(), 0)
+
+
 def quantize(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """x [M, K] -> E4M3 codes [M, K] and 1x128 scales [M, ceil(K/128)]."""
-    x = x.float().contiguous()
     rows, k = x.shape
     codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, -(-k // 128), dtype=torch.float32)
-    call("quantize", x, rows, k, int(pow2), codes, scale)
+    call("quantize", *_typed(x), rows, k, int(pow2), codes, scale)
+    return codes, scale
+
+
+def quantize_columns(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> E4M3 codes [K, T] and scales [K, ceil(T/128)] of its transpose."""
+    tokens, k = x.shape
+    codes = torch.empty(k, tokens, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(k, -(-tokens // 128), dtype=torch.float32)
+    call("quantize_columns", *_typed(x), tokens, k, int(pow2), codes, scale)
+    return codes, scale
+
+
+def quantize_blocks(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Whole weight [N, K] -> E4M3 codes and its 128x128 grid as scales [N, ceil(K/128)]."""
+    rows, k = x.shape
+    codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(rows, -(-k // 128), dtype=torch.float32)
+    call("quantize_blocks", *_typed(x), rows, k, int(pow2), codes, scale)
     return codes, scale
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
     """E4M3 codes of x [M, K] under given row-expanded scales [M, ceil(K/128)]."""
-    x = x.float().contiguous()
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn)
-    call("encode", x, x.shape[0], x.shape[1], scale.contiguous(), codes)
+    call("encode", *_typed(x), x.shape[0], x.shape[1], scale.contiguous(), codes)
     return codes
 
 
 def group_amax(x: Tensor) -> Tensor:
     """max |x| of every 1x128 group, fp32."""
-    x = x.float().contiguous()
     amax = torch.empty(x.shape[0], -(-x.shape[1] // 128), dtype=torch.float32)
-    call("amax", x, x.shape[0], x.shape[1], amax)
+    call("amax", *_typed(x), x.shape[0], x.shape[1], amax)
     return amax
 
 
@@ -101,3 +121,16 @@ def fp8_gemm(codes: Tensor, scale: Tensor, packed: Tensor, weight_scale: Tensor,
     out = torch.empty(m, n, dtype=torch.float32)
     call("fp8_gemm", codes.contiguous(), scale.contiguous(), packed, weight_scale, out, m, n, k, num_segments)
     return out
+
+
+def fp8_linear(
+    x: Tensor, pow2: bool, packed: Tensor, weight_scale: Tensor, num_segments: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantizer, GEMM and rounding in one call: bf16 x [M, K] -> bf16 [M, N], and the codes and scales of x."""
+    (m, k), n = x.shape, weight_scale.shape[1]
+    out = torch.empty(m, n, dtype=torch.bfloat16)
+    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(m, -(-k // 128), dtype=torch.float32)
+    x = x.contiguous()
+    call("fp8_linear", x, int(pow2), packed, weight_scale, out, codes, scale, m, n, k, num_segments)
+    return out, codes, scale

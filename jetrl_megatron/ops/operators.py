@@ -86,10 +86,11 @@ def fp8_linear(
 ) -> Tensor:
     """x [..., K] -> [..., N] through the FP8 weight; `reduce` (over tensor-parallel ranks) sees the fp32 accumulator
     before the one rounding."""
-    acc = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments)
+    dtype = x.dtype if reduce is None else torch.float32
+    y = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments, dtype)
     if reduce is not None:
-        acc = reduce(acc)
-    return acc.to(x.dtype).view(*x.shape[:-1], acc.shape[-1])
+        y = reduce(y).to(x.dtype)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @dataclass
