@@ -173,7 +173,9 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     divisor = temperature if temperature > 0 else 1.0
 
     def forward(z: Tensor) -> Tensor:
-        y: Tensor = kernels().logprob(torch.div(z, torch.full((), divisor, dtype=torch.float32)), targets)
+        if divisor != 1.0:
+            z = torch.div(z, torch.full((), divisor, dtype=torch.float32))
+        y: Tensor = kernels().logprob(z, targets)
         return y
 
     return differentiable(
