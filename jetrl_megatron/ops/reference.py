@@ -41,6 +41,14 @@ def tree_sum(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+def sqrt32(x: Tensor) -> Tensor:
+    """Correctly rounded square root of fp32 x, which `torch.sqrt` is not on every CPU (vector math libraries).
+
+    The root of a 24-bit number is at least 2^-51 (relative) away from any midpoint of two fp32 values, so an fp64 root
+    with an error below 2^-52 rounds to the right one."""
+    return torch.sqrt(x.double()).float()
+
+
 def exp32(x: Tensor) -> Tensor:
     """exp of fp32 x, clamped to +-87: cephes polynomial, every mul and add rounded on its own."""
     x = x.clamp(-87.0, 87.0)
@@ -94,7 +102,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H] -> (x * 1/sqrt(mean(x^2) + eps)) * weight in fp32, rounded once to x's dtype."""
     wide = x.float()
     mean = tree_sum(wide * wide) * (1.0 / x.shape[-1])
-    r = torch.reciprocal(torch.sqrt(mean + eps)).unsqueeze(-1)
+    r = torch.reciprocal(sqrt32(mean + eps)).unsqueeze(-1)
     return ((wide * r) * weight.float()).to(x.dtype)
 
 

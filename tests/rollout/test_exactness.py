@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from jetrl_megatron.native import tensors as compiled
+from jetrl_megatron.ops.kernels import use_kernels
 from jetrl_megatron.rollout.engine import EngineRefusedError
 from jetrl_megatron.rollout.environment import engine_environment
 from jetrl_megatron.rollout.sglang_engine import EnginePool
@@ -136,6 +138,24 @@ def test_link_c_d_generation_equals_training(loaded: EnginePool, policy: Any, te
     ours, theirs = trainer_logprobs(policy, ids, completions, temperature), engine_logprobs(completions)
     assert len(ours) > 500
     assert float((ours - theirs).abs().max()) == 0.0
+
+
+def test_trainer_in_torch_form_equals_engine_in_compiled_form(
+    loaded: EnginePool, qwen3: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two sides need not run the same kernel set: the torch forms in training give the compiled engine's bits."""
+    ids = prompts(policy.dims.vocab_size, count=12, longest=100, seed=8)
+    completions = loaded.generate(requests(ids, temperature=0.8))
+    monkeypatch.setattr(compiled, "usable", lambda *_tensors: False)
+    use_kernels("reference")
+    try:
+        difference = trainer_logprobs(load_policy(qwen3, fp8=True), ids, completions, 0.8) - engine_logprobs(
+            completions
+        )
+    finally:
+        use_kernels("compiled")
+    assert len(ours) > 300
+    assert float((ours - engine_logprobs(completions)).abs().max()) == 0.0
 
 
 def test_link_d_batch_composition_changes_nothing(loaded: EnginePool, policy: Any) -> None:
