@@ -17,8 +17,8 @@ quickstart: setup  ## tiny model, real Megatron-Core and SGLang, on this machine
 	rm -rf -- "$(RUN_DIR)"
 	$(VENV)/bin/jetrl train configs/quickstart.yaml --run-dir "$(RUN_DIR)"
 
-test: setup  ## every test; results in build/junit.xml
-	$(PY) -m pytest --junitxml=build/junit.xml --durations=25
+test: setup  ## every test, files spread over 2 to 4 processes; results in build/junit.xml
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --junitxml=build/junit.xml --durations=25
 
 test-fast: setup  ## tests without the slow ones
 	$(PY) -m pytest -m "not slow" --durations=10
