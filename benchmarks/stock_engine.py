@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -58,6 +59,8 @@ def main() -> None:
             prompts, sampling = connection.recv()
         except EOFError:
             break
+        repeated = [list(ids) for ids, count in Counter(map(tuple, prompts)).items() if count > 1]
+        engine.generate(input_ids=repeated, sampling_params={"max_new_tokens": 1})  # as our host does
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         connection.send([len(output["meta_info"]["output_token_logprobs"]) for output in outputs])
     engine.shutdown()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,6 +69,11 @@ class _Host:
         return str(message)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Prompts that occur several times (the samples of a group) are prefilled once, first: SGLang shares prefixes
+        between batches, not inside one."""
+        counts = Counter(r.token_ids for r in requests)
+        if repeated := [list(ids) for ids, count in counts.items() if count > 1]:
+            self.engine.generate(input_ids=repeated, sampling_params={"max_new_tokens": 1, "temperature": 0.0})
         outputs = self.engine.generate(
             input_ids=[list(r.token_ids) for r in requests],
             sampling_params=[_sampling_params(r) for r in requests],
