@@ -278,7 +278,7 @@ void jetrl_amax(const void* x, int64_t is_bf16, int64_t rows, int64_t k, float* 
   });
 }
 
-// E4M3 codes [n][k] -> packed [ceil(n/16)][groups * 128][16] top halves of doubles, zero padded
+// E4M3 codes [n][k] -> packed [ceil(n/16)][groups * 32][16][4] top 16 bits of doubles, zero padded; the 4 are along K
 void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed) {
   uint16_t half[256];
   for (int c = 0; c < 256; c++) {
@@ -289,8 +289,8 @@ void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed
   const int64_t depth = (k + 127) / 128 * 128, panels = (n + 15) / 16;
   std::memset(packed, 0, panels * depth * 16 * sizeof(uint16_t));
   for (int64_t row = 0; row < n; row++) {
-    uint16_t* target = packed + row / 16 * depth * 16 + row % 16;
-    for (int64_t i = 0; i < k; i++) target[i * 16] = half[codes[row * k + i]];
+    uint16_t* target = packed + row / 16 * depth * 16 + row % 16 * 4;
+    for (int64_t i = 0; i < k; i++) target[i / 4 * 64 + i % 4] = half[codes[row * k + i]];
   }
 }
 // codes [m][k] with scales [m][groups], packed weight with scales [groups][n] -> out [m][n] fp32
