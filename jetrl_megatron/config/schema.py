@@ -81,7 +81,8 @@ class PrecisionConfig(Section):
 class ParallelConfig(Section):
     tensor: int = _f(1, "tensor-parallel size of training", ge=1)
     pipeline: int = _f(1, "pipeline-parallel size of training", ge=1)
-    expert: int = _f(1, "expert-parallel size of training", ge=1)
+    expert: int = _f(1, "expert-parallel size of training: divides tensor * data", ge=1)
+    grouped_experts: bool = _f(True, "experts as grouped GEMMs; false: one after the other, the same bits")
     sequence: bool = _f(False, "sequence parallelism (needs tensor > 1)")
     data: int | None = _f(None, "data-parallel size; null: derived from the world size", ge=1)
     tp_invariant: bool | None = _f(

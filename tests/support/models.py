@@ -43,7 +43,7 @@ def perturb(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean, std = (0.0, 0.08) if parameter.ndim == 2 else (0.0 if name.endswith("bias") else 1.0, 0.1)
+            mean, std = (0.0, 0.08) if parameter.ndim >= 2 else (0.0 if name.endswith("bias") else 1.0, 0.1)
             std = 1.0 if "embed_tokens" in name else std
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(mean + std * noise)
