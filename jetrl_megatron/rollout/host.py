@@ -6,6 +6,7 @@ Run as `python -m jetrl_megatron.rollout.host FD`, FD being one end of a socket 
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import sys
@@ -15,6 +16,9 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request
 
@@ -53,6 +57,7 @@ class _Host:
         import sglang
 
         self.engine = sglang.Engine(**spec.server_args())
+        self._record_routes = spec.record_routes
 
     def load_weights(self, argument: tuple[str, int]) -> str:
         """(path of the bundle, version) -> digest of what the engine holds."""
@@ -72,8 +77,15 @@ class _Host:
             input_ids=[list(r.token_ids) for r in requests],
             sampling_params=[_sampling_params(r) for r in requests],
             return_logprob=True,
+            return_routed_experts=self._record_routes,
         )
-        return [_completion(output) for output in outputs]
+        completions = [_completion(output) for output in outputs]
+        if self._record_routes:
+            model = self.engine.tokenizer_manager.model_config.hf_text_config
+            shape = (-1, model.num_hidden_layers, model.num_experts_per_tok)
+            for completion, output in zip(completions, outputs, strict=True):
+                completion.routed_experts = _routed_experts(output).reshape(shape)
+        return completions
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         outputs = self.engine.generate(
@@ -89,6 +101,11 @@ class _Host:
         import psutil
 
         return [child.pid for child in psutil.Process().children(recursive=True)]
+
+
+def _routed_experts(output: dict[str, Any]) -> NDArray[np.int32]:
+    """Expert ids of one answer, flat."""
+    return np.frombuffer(base64.b64decode(output["meta_info"]["routed_experts"]), np.int32)
 
 
 def _require(success: bool, message: str) -> None:
