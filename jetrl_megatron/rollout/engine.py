@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class Request:
     seed: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class Completion:
     """token_ids [n] with their fp32 log-probs [n]; num_retractions: how often the scheduler took the request back;
     routed_experts: where the engine records them, ids [prompt + n - 1, layers, k] of the tokens that it ran, slots in
@@ -52,7 +52,7 @@ class Completion:
     logprobs: list[float]
     finish_reason: FinishReason
     num_retractions: int = 0
-    routed_experts: NDArray[np.int32] | None = None
+    routed_experts: NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 class RolloutEngine(Protocol):
