@@ -70,9 +70,9 @@ def trained(policy: Policy, num_updates: int) -> tuple[Trainable, list[float]]:
 
 
 def test_against_transformers(single_process: None, model: Path) -> None:
-    """Log-probs with exact BF16 linears against transformers in fp32 on the same weights: the median error is below that
-    of transformers' own BF16 run (measured: .007 against .009), the RMS, in which tokens that choose other experts at
-    near ties show, below .05 nats. With FP8 linears the RMS is larger and below .25 (measured: .12)."""
+    """Log-probs with exact BF16 linears against transformers in fp32 on the same weights: the median error is below
+    that of transformers' own BF16 run (measured: .007 against .009), the RMS, in which tokens that choose other experts
+    at near ties show, below .05 nats. With FP8 linears the RMS is larger and below .25 (measured: .12)."""
     from transformers import AutoModelForCausalLM
 
     def hf(dtype: torch.dtype) -> Tensor:
