@@ -89,7 +89,7 @@ class ExpertsMethod(FusedMoEMethodBase):
     def register(self, layer: Any, name: str, kind: str, data: Tensor) -> None:
         """A parameter `<name>_<kind>` of `layer` that says which Hugging Face tensors it holds."""
         parameter: Any = nn.Parameter(data, requires_grad=False)
-        parameter.weight_loader = partial(self._load, layer, kind)
+        parameter.weight_loader = partial(self._load, layer, name, kind)
         first = layer.moe_ep_rank * layer.num_local_experts
         parts = _PROJECTIONS[name]
         parameter.jetrl_experts = {
@@ -101,13 +101,12 @@ class ExpertsMethod(FusedMoEMethodBase):
         layer.jetrl_expected |= {(name, kind, shard.expert, shard.part) for shard in held}
         layer.register_parameter(f"{name}_{kind}", parameter)
 
-    def _load(self, layer: Any, kind: str, param: Tensor, loaded: Tensor, shard: ExpertShard) -> None:
+    def _load(self, layer: Any, name: str, kind: str, param: Tensor, loaded: Tensor, shard: ExpertShard) -> None:
         """loaded: the whole Hugging Face tensor [N, K], or its block grid [ceil(N/128), ceil(K/128)]."""
         if not 0 <= shard.expert < layer.num_local_experts:
             return
         target = shard.of(param.data)
         rank, size = layer.moe_tp_rank, layer.moe_tp_size
-        name = "w13" if shard.num_parts == 2 else "w2"
         num_rows = target.shape[0] * (size if name == "w13" else 1)
         if kind == "weight_scale_inv" and loaded.shape[0] != num_rows:
             loaded = expand_weight_scale(loaded, num_rows)
@@ -189,14 +188,20 @@ class Fp8ExpertsMethod(ExpertsMethod):
 
     def run(self, layer: Any, rows: Tensor, num_rows: list[int]) -> Tensor:
         recipe, tree, size = Fp8Recipe(self.config.fmt), self.config.tp_invariant, layer.moe_tp_size
-        gate_up = ops.fp8_grouped_linear(rows, num_rows, layer.w13_weight, layer.jetrl_w13, recipe)
+        gate_up = ops.fp8_grouped_linear(rows, num_rows, list(layer.w13_weight), layer.jetrl_w13, recipe)
         inner = layer.w2_weight.shape[2]
         segments = num_segments_for(-(-inner * size // BLOCK)) if tree else 1
         if tree and segments % size:
             raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
         reduce = partial(sum_on_rank_0, tree=tree) if size > 1 else None
         return ops.fp8_grouped_linear(
-            ops.swiglu(gate_up), num_rows, layer.w2_weight, layer.jetrl_w2, recipe, max(segments // size, 1), reduce
+            ops.swiglu(gate_up),
+            num_rows,
+            list(layer.w2_weight),
+            layer.jetrl_w2,
+            recipe,
+            max(segments // size, 1),
+            reduce,
         )
 
 
@@ -212,9 +217,9 @@ class Bf16ExpertsMethod(ExpertsMethod):
         layer.jetrl_w2 = [ops.ExactWeight.of(weight, across) for weight in layer.w2_weight]
 
     def run(self, layer: Any, rows: Tensor, num_rows: list[int]) -> Tensor:
-        hidden = ops.swiglu(ops.grouped_linear(rows, num_rows, layer.w13_weight, layer.jetrl_w13))
+        hidden = ops.swiglu(ops.grouped_linear(rows, num_rows, list(layer.w13_weight), layer.jetrl_w13))
         if layer.moe_tp_size == 1:
-            return ops.grouped_linear(hidden, num_rows, layer.w2_weight, layer.jetrl_w2)
+            return ops.grouped_linear(hidden, num_rows, list(layer.w2_weight), layer.jetrl_w2)
         experts = zip(hidden.split(num_rows), layer.w2_weight, layer.jetrl_w2, strict=True)
         outputs = [ops.row_parallel_linear(*expert, maximum, exact_sum) for expert in experts if len(expert[0])]
         y = torch.cat(outputs) if outputs else rows

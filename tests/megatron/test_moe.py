@@ -19,7 +19,7 @@ from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.moe import record_routes
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
 from jetrl_megatron.megatron.step import compute_logprobs
-from jetrl_megatron.ops.recorder import record
+from jetrl_megatron.ops.recorder import Edge, record
 from tests.support.models import assert_same_bits
 from tests.support.oracles import rel_error
 from tests.support.policies import (
@@ -106,6 +106,9 @@ def test_grouped_and_sequential_experts_have_the_same_bits(single_process: None,
         ran = {call.operator for call in calls}
         assert ran.isdisjoint({"fp8_grouped_linear", "grouped_linear"}) is not grouped
         assert {"router", "route", "moe_combine"} <= ran
+        if fp8 and grouped:
+            edge = Edge("float8_e4m3fn", "block", "fp32")
+            assert all(edge in call.inputs for call in calls if call.operator == "fp8_grouped_linear")
         trainable = make_trainable(policy, OptimizerConfig(), 1)
         found.append((logprobs, gradients(trainable, micro_batches(seqs, 2, 1.0, 1, equal=False), 200)))
     (ours, grads), (theirs, others) = found
