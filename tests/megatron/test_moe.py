@@ -166,6 +166,12 @@ def test_recorded_routes(single_process: None, model: Path) -> None:
     assert [len(r) for r in routes.values()] == [3, 3]
 
 
+def test_experts_need_ranks_that_share_them(single_process: None) -> None:
+    """More expert-parallel than tensor x data ranks is refused before groups are built."""
+    with pytest.raises(ValueError, match=r"expert=2, ranks=1; rule: divides tensor \* data \(1\)"):
+        initialize(ParallelConfig(expert=2), 0)
+
+
 def test_updates_lower_the_loss(single_process: None, model: Path) -> None:
     """Three updates on one batch lower its loss, move the router and every expert, and keep the exact forward."""
     policy = policy_of(model)
