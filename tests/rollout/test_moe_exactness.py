@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.megatron.moe import record_routes
+from jetrl_megatron.megatron.step import compute_logprobs, pack
 from jetrl_megatron.ops import operators
 from jetrl_megatron.ops.kernels import kernels
 from jetrl_megatron.rollout.engine import Completion
@@ -21,6 +22,7 @@ from tests.support.trainer import load_policy
 pytestmark = pytest.mark.slow
 TEMPERATURE = 0.8
 Rollout = tuple[list[tuple[int, ...]], list[Completion]]
+Scores = list[tuple[tuple[int, ...], list[float]]]
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +36,21 @@ def policy(model_dir: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rollout(model_dir: Path, policy: Any, tmp_path_factory: pytest.TempPathFactory) -> Rollout:
-    """Prompts and an engine's completions with their routes: chunked prefill, prefix hits, batches that change."""
+def answers(model_dir: Path, policy: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rollout, Scores]:
+    """Prompts and one engine's completions with their routes: chunked prefill, prefix hits, changing batches; and its
+    prefill log-probs of other sequences."""
     folder = tmp_path_factory.mktemp("rollout")
     ids = prompts(policy.dims.vocab_size, count=32, longest=150)
+    scored = prompts(policy.dims.vocab_size, count=6, longest=200, seed=3)
     with engine(model_dir, folder / "engine", record_routes=True) as pool:
         pool.load_weights(publish(policy, folder, version=0))
-        return ids, pool.generate(requests(ids, TEMPERATURE))
+        completions = pool.generate(requests(ids, TEMPERATURE))
+        return (ids, completions), list(zip(scored, pool.score(scored), strict=True))
+
+
+@pytest.fixture(scope="module")
+def rollout(answers: tuple[Rollout, Scores]) -> Rollout:
+    return answers[0]
 
 
 def difference(policy: Any, rollout: Rollout) -> Tensor:
@@ -53,6 +63,13 @@ def test_generation_equals_training(policy: Any, rollout: Rollout) -> None:
     gap = difference(policy, rollout)
     assert len(gap) > 1000
     assert float(gap.abs().max()) == 0.0
+
+
+def test_prefill_scores_equal_training(policy: Any, answers: tuple[Rollout, Scores]) -> None:
+    """Prefill log-probs of whole sequences are the training forward's."""
+    batches = [pack([(ids, 1)], 1.0, pad_multiple=1) for ids, _ in answers[1]]
+    for (_, scores), logprobs in zip(answers[1], compute_logprobs(policy, batches), strict=True):
+        assert torch.equal(torch.tensor(scores, dtype=torch.float32), logprobs)
 
 
 def test_routed_experts_are_equal(policy: Any, rollout: Rollout) -> None:

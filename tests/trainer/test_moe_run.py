@@ -24,6 +24,7 @@ MOE = (
     "model.architecture.hidden_size=256",
     "precision.dgrad=fp8",
     "precision.wgrad=fp8",
+    "reward.kind=tests.support.runs:even_digits",
     "optimizer.lr=1e-3",
     "optimizer.warmup_steps=0",
     "algorithm.kl_coef=0.01",
