@@ -340,3 +340,12 @@ def _pair_rules(cfg: RunConfig, dims: ModelDims, invariant: bool) -> Iterator[Vi
             "mismatch.require_exact with parallel.tp_invariant=false sums in rank order: one TP size on both sides",
             "make them equal, or set parallel.tp_invariant=true, or mismatch.require_exact=false",
         )
+    cut_experts = any(linear.expert and ways(cfg, linear, "engine", engine) > 1 for linear in layer_linears(dims))
+    if cut_experts and cfg.require_exact and not invariant and _block_fp8(cfg, "engine"):
+        yield Violation(
+            "rollout.expert_parallel",
+            f"1 with rollout.tensor_parallel={engine}",
+            "mismatch.require_exact with parallel.tp_invariant=false: the engine must not cut experts, as training never "
+            "does",
+            f"set rollout.expert_parallel={engine}, or parallel.tp_invariant=true",
+        )

@@ -121,6 +121,16 @@ def test_layout_rules(sections: dict[str, Any], start: str) -> None:
     assert any(line.startswith(start) for line in lines(ModelDims.from_hf(A3B), **sections))
 
 
+def test_cut_experts_need_invariant_sums_when_exactness_is_required() -> None:
+    """Equal TP is not enough for experts: training sums each of them in one chain."""
+    dims = ModelDims.from_hf(A3B)
+    training = {"tensor": 2, "sequence": True, "tp_invariant": False}
+    (line,) = lines(dims, parallel=training, rollout={"tensor_parallel": 2})
+    assert line.startswith("rollout.expert_parallel: 1 with rollout.tensor_parallel=2; rule: mismatch.require_exact")
+    assert lines(dims, parallel=training, rollout={"tensor_parallel": 2, "expert_parallel": 2}) == []
+    assert lines(dims, parallel={**training, "tp_invariant": True}, rollout={"tensor_parallel": 2}) == []
+
+
 def test_ranks_that_share_the_experts() -> None:
     """The expert-parallel size divides tensor * data; the least data-parallel size follows from it."""
     assert [ParallelConfig(expert=4, tensor=t, sequence=t > 1).least_data for t in (1, 2, 4)] == [4, 2, 1]
