@@ -345,6 +345,6 @@ def _pair_rules(cfg: RunConfig, dims: ModelDims, invariant: bool) -> Iterator[Vi
         yield Violation(
             "rollout.expert_parallel",
             f"1 with rollout.tensor_parallel={engine}",
-            "mismatch.require_exact with parallel.tp_invariant=false: engines do not cut experts, which training never does",
+            "mismatch.require_exact with parallel.tp_invariant=false: training never cuts experts, nor may an engine",
             f"set rollout.expert_parallel={engine}, or parallel.tp_invariant=true",
         )
