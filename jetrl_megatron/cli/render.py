@@ -35,6 +35,12 @@ def print_plan(cfg: RunConfig, dims: ModelDims, emulated: bool) -> None:
         f"model: {dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}, heads {dims.num_heads}/"
         f"{dims.num_kv_heads} x {dims.head_dim}, vocab {dims.vocab_size}{', tied' if dims.tied_embeddings else ''}"
     )
+    if dims.moe is not None:
+        moe = dims.moe
+        console.print(
+            f"experts: {moe.num_experts}, {moe.experts_per_token} per token, inner {moe.intermediate_size}; expert "
+            f"parallel: training {par.expert}, engines {roll.expert_parallel}"
+        )
     console.print(
         f"precision: train {p.train}, rollout {p.rollout}, {p.granularity}, scales {p.scale_format}, "
         f"dgrad {p.dgrad}, wgrad {p.wgrad}; exact: {'required' if cfg.require_exact else 'not required'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.errors import Violation, one_line, show
+from jetrl_megatron.config.stacked_experts import split_experts
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
 INDEX_NAME = "model.safetensors.index.json"
@@ -55,7 +57,7 @@ def read_header(path: Path) -> list[TensorInfo]:
 
 def expected_tensors(dims: ModelDims) -> dict[str, tuple[int, ...]]:
     """HF name -> shape of every tensor the family needs, in file order. Tied embeddings need no lm_head."""
-    hidden, inter = dims.hidden_size, dims.intermediate_size
+    hidden = dims.hidden_size
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab_size, hidden)}
     for layer in range(dims.num_layers):
         prefix = f"model.layers.{layer}."
@@ -69,9 +71,14 @@ def expected_tensors(dims: ModelDims) -> dict[str, tuple[int, ...]]:
             out[prefix + "self_attn.q_norm.weight"] = (dims.head_dim,)
             out[prefix + "self_attn.k_norm.weight"] = (dims.head_dim,)
         out[prefix + "post_attention_layernorm.weight"] = (hidden,)
-        out[prefix + "mlp.gate_proj.weight"] = (inter, hidden)
-        out[prefix + "mlp.up_proj.weight"] = (inter, hidden)
-        out[prefix + "mlp.down_proj.weight"] = (hidden, inter)
+        mlps, inner = [prefix + "mlp."], dims.intermediate_size
+        if dims.moe is not None:
+            out[prefix + "mlp.gate.weight"] = (dims.moe.num_experts, hidden)
+            mlps = [f"{prefix}mlp.experts.{expert}." for expert in range(dims.moe.num_experts)]
+            inner = dims.moe.intermediate_size
+        for mlp in mlps:
+            out[mlp + "gate_proj.weight"] = out[mlp + "up_proj.weight"] = (inner, hidden)
+            out[mlp + "down_proj.weight"] = (hidden, inner)
     out["model.norm.weight"] = (hidden,)
     if not dims.tied_embeddings:
         out["lm_head.weight"] = (dims.vocab_size, hidden)
@@ -128,13 +135,23 @@ def check_tensors(folder: Path, dims: ModelDims) -> Iterator[Violation]:
         except (OSError, ValueError) as error:
             yield Violation("model.path", str(file), f"a readable safetensors file ({one_line(error)})", "get it again")
             return
-        for info in infos:
+        for info in itertools.chain.from_iterable(map(_per_expert, infos)):
             if info.name in found:
                 value = f"{info.name} in {found[info.name].file} and {info.file}"
                 yield Violation("model.path", value, "each tensor once", "remove one of the files")
             found[info.name] = info
     if files:
         yield from _compare(folder, dims, found)
+
+
+def _per_expert(info: TensorInfo) -> list[TensorInfo]:
+    """`info`, or the tensors of the single experts that it stacks."""
+    parts = split_experts(info.name, info.shape)
+    if not parts:
+        return [info]
+    return [
+        TensorInfo(name, info.dtype, (rows.last - rows.first, info.shape[2]), info.file) for name, rows in parts.items()
+    ]
 
 
 def _compare(folder: Path, dims: ModelDims, found: dict[str, TensorInfo]) -> Iterator[Violation]:

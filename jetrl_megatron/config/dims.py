@@ -11,12 +11,26 @@ ARCHITECTURES: dict[str, tuple[bool, bool]] = {
     "llama": (False, False),
     "qwen2": (True, False),
     "qwen3": (False, True),
+    "qwen3_moe": (False, True),
 }
+MOE_FAMILIES = ("qwen3_moe",)
+
+
+@dataclass(frozen=True)
+class MoeDims:
+    """A mixture of experts in every layer. intermediate_size: of one expert; renormalize: router weights sum to 1 over
+    the chosen experts (HF `norm_topk_prob`), else they are the softmax over all."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalize: bool
 
 
 @dataclass(frozen=True)
 class ModelDims:
-    """Dims of a decoder-only transformer, in Hugging Face terms. `rope_scaling`: the llama3 dict or None."""
+    """Dims of a decoder-only transformer, in Hugging Face terms. `rope_scaling`: the llama3 dict or None. `moe`: None
+    for a dense model."""
 
     model_type: str
     hidden_size: int
@@ -33,6 +47,7 @@ class ModelDims:
     rope_theta: float
     rope_scaling: dict[str, float] | None
     max_position_embeddings: int
+    moe: MoeDims | None = None
 
     @property
     def q_size(self) -> int:
@@ -48,7 +63,8 @@ class ModelDims:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelDims:
-        """Raises ValueError for an unknown model_type, a missing field or an unsupported rope scaling."""
+        """Raises ValueError for an unknown model_type, a missing field, an unsupported rope scaling or dense layers
+        among those with experts."""
         model_type = config.get("model_type")
         if model_type not in ARCHITECTURES:
             raise ValueError(
@@ -92,6 +108,22 @@ class ModelDims:
                     f"rope_scaling: {missing} missing; rule: llama3 scaling needs {list(keys)}; fix: add them"
                 )
             scaling = {k: number(f"rope_scaling.{k}", rope[k]) for k in keys}
+        moe = None
+        if model_type in MOE_FAMILIES:
+            _require_experts_everywhere(config)
+            # transformers 5 writes num_local_experts for the num_experts of the published checkpoints
+            experts_key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
+            moe = MoeDims(
+                num_experts=positive(experts_key, need(experts_key)),
+                experts_per_token=positive("num_experts_per_tok", need("num_experts_per_tok")),
+                intermediate_size=positive("moe_intermediate_size", need("moe_intermediate_size")),
+                renormalize=bool(config.get("norm_topk_prob", False)),
+            )
+            if moe.experts_per_token > moe.num_experts:
+                raise ValueError(
+                    f"num_experts_per_tok: {moe.experts_per_token}; rule: at most {experts_key} ({moe.num_experts}); "
+                    "fix: correct the model's config.json"
+                )
         theta = rope.get("rope_theta", config.get("rope_theta"))
         return cls(
             model_type=model_type,
@@ -109,7 +141,20 @@ class ModelDims:
             rope_theta=number("rope_theta", 10000.0 if theta is None else theta),
             rope_scaling=scaling,
             max_position_embeddings=positive("max_position_embeddings", config.get("max_position_embeddings", 2048)),
+            moe=moe,
         )
+
+
+def _require_experts_everywhere(config: Mapping[str, Any]) -> None:
+    for key, value, wanted in (
+        ("decoder_sparse_step", config.get("decoder_sparse_step", 1), 1),
+        ("mlp_only_layers", list(config.get("mlp_only_layers") or []), []),
+    ):
+        if value != wanted:
+            raise ValueError(
+                f"{key}: {value}; rule: {wanted}, every layer has experts (SGLang's Qwen3-MoE knows no other); "
+                "fix: use a checkpoint without dense layers"
+            )
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

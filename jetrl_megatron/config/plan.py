@@ -2,7 +2,8 @@
 
 Blocks are counted on the unsharded Hugging Face tensor [N, K] (out, in). A column-parallel shard (q, k, v, gate, up)
 cuts rows: a cut weight block is fine, both shards use one amax. A row-parallel shard (o, down) cuts K: a cut there
-would also cut a 1x128 activation block, whose amax the ranks do not share, so it is refused. Torch-free.
+would also cut a 1x128 activation block, whose amax the ranks do not share, so it is refused. Training never cuts an
+expert; an engine cuts all of them, or shares them out (rollout.expert_parallel). Torch-free.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ TP_KEY: dict[Side, str] = {"train": "parallel.tensor", "engine": "rollout.tensor
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of one layer, in Hugging Face terms: weight [n, k]; `kind` is its tensor-parallel split."""
+    """A linear of one layer, in Hugging Face terms: weight [n, k]; `kind` is its tensor-parallel split. expert: one of
+    every expert."""
 
     name: str
     n: int
     k: int
     kind: Kind
+    expert: bool = False
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -63,21 +66,29 @@ class PlanRow:
 
 
 def layer_linears(dims: ModelDims) -> tuple[Linear, ...]:
-    """The seven linears of a dense layer."""
-    hidden, inter = dims.hidden_size, dims.intermediate_size
+    """The four linears of attention and the three of the MLP or of an expert."""
+    hidden, moe = dims.hidden_size, dims.moe
+    inter = dims.intermediate_size if moe is None else moe.intermediate_size
+    mlp, expert = ("mlp", False) if moe is None else ("mlp.experts", True)
     return (
         Linear("self_attn.q_proj", dims.q_size, hidden, "column"),
         Linear("self_attn.k_proj", dims.kv_size, hidden, "column"),
         Linear("self_attn.v_proj", dims.kv_size, hidden, "column"),
         Linear("self_attn.o_proj", hidden, dims.q_size, "row"),
-        Linear("mlp.gate_proj", inter, hidden, "column"),
-        Linear("mlp.up_proj", inter, hidden, "column"),
-        Linear("mlp.down_proj", hidden, inter, "row"),
+        Linear(f"{mlp}.gate_proj", inter, hidden, "column", expert),
+        Linear(f"{mlp}.up_proj", inter, hidden, "column", expert),
+        Linear(f"{mlp}.down_proj", hidden, inter, "row", expert),
     )
 
 
+def ways(cfg: RunConfig, linear: Linear, side: Side, tp: int) -> int:
+    """How many ranks share `linear` at tensor-parallel size `tp`."""
+    whole_experts = side == "train" or cfg.rollout.expert_parallel > 1
+    return 1 if linear.expert and whole_experts else tp
+
+
 def shard(linear: Linear, dims: ModelDims, tp: int) -> ShardLayout:
-    """Layout of `linear` at `tp`; k and v are replicated where tp is a multiple of the kv heads (engine only)."""
+    """Layout of `linear` on `tp` ranks; k and v are replicated where tp is a multiple of the kv heads (engine only)."""
     if linear.kind == "row":
         divides = linear.k % tp == 0
         k = linear.k // tp if divides else linear.k
@@ -94,7 +105,14 @@ def shard(linear: Linear, dims: ModelDims, tp: int) -> ShardLayout:
 def plan_rows(cfg: RunConfig, dims: ModelDims) -> list[PlanRow]:
     """One row per linear of a layer: what `jetrl check` prints."""
     train, engine = cfg.parallel.tensor, cfg.rollout.tensor_parallel
-    return [PlanRow(lin, shard(lin, dims, train), shard(lin, dims, engine)) for lin in layer_linears(dims)]
+    return [
+        PlanRow(
+            linear,
+            shard(linear, dims, ways(cfg, linear, "train", train)),
+            shard(linear, dims, ways(cfg, linear, "engine", engine)),
+        )
+        for linear in layer_linears(dims)
+    ]
 
 
 def num_segments(k: int) -> int:
@@ -118,7 +136,7 @@ def check_model(cfg: RunConfig, dims: ModelDims, *, emulated: bool = True) -> li
     sides: tuple[Side, ...] = ("train", "engine")
     for side in sides:
         tp = _tp(cfg, side)
-        found += _head_rules(dims, side, tp)
+        found += _head_rules(cfg, dims, side, tp)
         found += _fp8_rules(cfg, dims, side, tp, invariant)
     found += _pair_rules(cfg, dims, invariant)
     return list(dict.fromkeys(found))
@@ -129,7 +147,7 @@ def working_tp(cfg: RunConfig, dims: ModelDims, side: Side, invariant: bool) -> 
     return [
         tp
         for tp in TP_CANDIDATES
-        if not any(_split_faults(dims, side, tp)) and not any(_fp8_faults(cfg, dims, side, tp, invariant))
+        if not any(_split_faults(cfg, dims, side, tp)) and not any(_fp8_faults(cfg, dims, side, tp, invariant))
     ]
 
 
@@ -157,18 +175,43 @@ def _model_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
         yield Violation(
             "parallel.pipeline", str(pipeline), f"divides num_layers ({dims.num_layers})", f"use one of {divisors}"
         )
-    for key, size in (
-        ("parallel.expert", cfg.parallel.expert),
-        ("rollout.expert_parallel", cfg.rollout.expert_parallel),
-    ):
-        if size > 1:
-            yield Violation(key, str(size), f"1 for a dense model ({dims.model_type} has no experts)", f"set {key}=1")
+    yield from _expert_rules(cfg, dims)
     if cfg.parallel.sequence and dims.hidden_size % cfg.parallel.tensor:
         yield Violation(
             "parallel.sequence",
             "true",
             f"hidden_size ({dims.hidden_size}) divides by parallel.tensor ({cfg.parallel.tensor})",
             "set parallel.sequence=false or another parallel.tensor",
+        )
+
+
+def _expert_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
+    for key, size in (
+        ("parallel.expert", cfg.parallel.expert),
+        ("rollout.expert_parallel", cfg.rollout.expert_parallel),
+    ):
+        if size > 1 and dims.moe is None:
+            yield Violation(key, str(size), f"1 for a dense model ({dims.model_type} has no experts)", f"set {key}=1")
+        elif dims.moe is not None and dims.moe.num_experts % size:
+            num_experts = dims.moe.num_experts
+            divisors = [d for d in range(1, num_experts + 1) if num_experts % d == 0]
+            yield Violation(key, str(size), f"divides num_experts ({num_experts})", f"use one of {divisors}")
+    if dims.moe is None:
+        return
+    if cfg.parallel.tensor > 1 and not cfg.parallel.sequence:
+        yield Violation(
+            "parallel.sequence",
+            "false",
+            f"true with experts and parallel.tensor={cfg.parallel.tensor}: ranks route different tokens",
+            "set parallel.sequence=true",
+        )
+    tp = cfg.rollout.tensor_parallel
+    if cfg.rollout.expert_parallel not in (1, tp):
+        yield Violation(
+            "rollout.expert_parallel",
+            str(cfg.rollout.expert_parallel),
+            f"1 or rollout.tensor_parallel ({tp}): SGLang shares experts over all ranks of an engine",
+            f"set it to 1 or {tp}",
         )
 
 
@@ -199,7 +242,7 @@ def _length_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
         )
 
 
-def _split_faults(dims: ModelDims, side: Side, tp: int) -> Iterator[tuple[str, str]]:
+def _split_faults(cfg: RunConfig, dims: ModelDims, side: Side, tp: int) -> Iterator[tuple[str, str]]:
     """(what does not split, rule) at `tp`."""
     if dims.num_heads % tp:
         yield f"num_attention_heads={dims.num_heads}", f"{TP_KEY[side]} divides num_attention_heads"
@@ -208,13 +251,15 @@ def _split_faults(dims: ModelDims, side: Side, tp: int) -> Iterator[tuple[str, s
         yield f"num_key_value_heads={kv_heads}", f"{TP_KEY[side]} divides num_key_value_heads"
     if side == "engine" and kv_heads % tp and tp % kv_heads:
         yield f"num_key_value_heads={kv_heads}", f"{TP_KEY[side]} divides num_key_value_heads or is a multiple of it"
-    if dims.intermediate_size % tp:
-        yield f"intermediate_size={dims.intermediate_size}", f"{TP_KEY[side]} divides intermediate_size"
+    down = layer_linears(dims)[-1]
+    if down.k % ways(cfg, down, side, tp):
+        inner = "moe_intermediate_size" if down.expert else "intermediate_size"
+        yield f"{inner}={down.k}", f"{TP_KEY[side]} divides {inner}"
 
 
-def _head_rules(dims: ModelDims, side: Side, tp: int) -> Iterator[Violation]:
-    working = [t for t in TP_CANDIDATES if not any(_split_faults(dims, side, t))]
-    for what, rule in _split_faults(dims, side, tp):
+def _head_rules(cfg: RunConfig, dims: ModelDims, side: Side, tp: int) -> Iterator[Violation]:
+    working = [t for t in TP_CANDIDATES if not any(_split_faults(cfg, dims, side, t))]
+    for what, rule in _split_faults(cfg, dims, side, tp):
         yield Violation(TP_KEY[side], f"{tp} with {what}", rule, f"TP sizes that split this model: {_sizes(working)}")
 
 
@@ -225,12 +270,13 @@ def _fp8_faults(
     if not _block_fp8(cfg, side):
         return
     for linear in layer_linears(dims):
-        if linear.kind == "column" or linear.k % tp:
+        shares = ways(cfg, linear, side, tp)
+        if linear.kind == "column" or linear.k % shares:
             continue  # a K that does not split is told by _split_faults
-        if shard(linear, dims, tp).cuts_activation_block:
+        if shard(linear, dims, shares).cuts_activation_block:
             if cfg.precision.misaligned == "error":
                 yield linear, "cut"
-        elif invariant and num_segments(linear.k) % tp:
+        elif invariant and num_segments(linear.k) % shares:
             yield linear, "segments"
 
 
@@ -266,7 +312,10 @@ def _pair_rules(cfg: RunConfig, dims: ModelDims, invariant: bool) -> Iterator[Vi
     cut = [
         linear.name
         for linear in layer_linears(dims)
-        if any(_block_fp8(cfg, s) and shard(linear, dims, _tp(cfg, s)).cuts_activation_block for s in sides)
+        if any(
+            _block_fp8(cfg, s) and shard(linear, dims, ways(cfg, linear, s, _tp(cfg, s))).cuts_activation_block
+            for s in sides
+        )
     ]
     unequal = f"{train} with rollout.tensor_parallel={engine}"
     if cfg.precision.misaligned == "shard_local" and cut:
@@ -290,4 +339,12 @@ def _pair_rules(cfg: RunConfig, dims: ModelDims, invariant: bool) -> Iterator[Vi
             unequal,
             "mismatch.require_exact with parallel.tp_invariant=false sums in rank order: one TP size on both sides",
             "make them equal, or set parallel.tp_invariant=true, or mismatch.require_exact=false",
+        )
+    cut_experts = any(linear.expert and ways(cfg, linear, "engine", engine) > 1 for linear in layer_linears(dims))
+    if cut_experts and cfg.require_exact and not invariant and _block_fp8(cfg, "engine"):
+        yield Violation(
+            "rollout.expert_parallel",
+            f"1 with rollout.tensor_parallel={engine}",
+            "mismatch.require_exact with parallel.tp_invariant=false: training never cuts experts, nor may an engine",
+            f"set rollout.expert_parallel={engine}, or parallel.tp_invariant=true",
         )

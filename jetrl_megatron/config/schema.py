@@ -7,6 +7,7 @@ This package imports neither torch nor any other heavy library, so `jetrl check`
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -81,7 +82,8 @@ class PrecisionConfig(Section):
 class ParallelConfig(Section):
     tensor: int = _f(1, "tensor-parallel size of training", ge=1)
     pipeline: int = _f(1, "pipeline-parallel size of training", ge=1)
-    expert: int = _f(1, "expert-parallel size of training", ge=1)
+    expert: int = _f(1, "expert-parallel size of training: divides tensor * data", ge=1)
+    grouped_experts: bool = _f(True, "experts as grouped GEMMs; false: one after the other, the same bits")
     sequence: bool = _f(False, "sequence parallelism (needs tensor > 1)")
     data: int | None = _f(None, "data-parallel size; null: derived from the world size", ge=1)
     tp_invariant: bool | None = _f(
@@ -97,6 +99,20 @@ class ParallelConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _experts(self) -> ParallelConfig:
+        if self.data is not None and self.tensor * self.data % self.expert:
+            raise ValueError(
+                f"expert: {self.expert}; rule: divides tensor * data ({self.tensor * self.data}), the ranks that share "
+                f"the experts; fix: set parallel.data to a multiple of {self.least_data}"
+            )
+        return self
+
+    @property
+    def least_data(self) -> int:
+        """The smallest data-parallel size whose ranks can share the experts."""
+        return self.expert // math.gcd(self.expert, self.tensor)
+
     @property
     def model_size(self) -> int:
         """Ranks that hold one copy of the model."""
@@ -107,7 +123,7 @@ class RolloutConfig(Section):
     engine: Literal["sglang"] = _f("sglang", "rollout engine")
     num_engines: int = _f(1, "engines; the prompts of a step are split over them", ge=1)
     tensor_parallel: int = _f(1, "tensor-parallel size of one engine", ge=1)
-    expert_parallel: int = _f(1, "expert-parallel size of one engine", ge=1)
+    expert_parallel: int = _f(1, "expert-parallel size of one engine: 1 or tensor_parallel", ge=1)
     port_base: int = _f(0, "first port for the engines; 0: free ports", ge=0, le=65000)
     temperature: float = _f(1.0, "sampling temperature; 0: greedy", ge=0)
     top_p: float = _f(1.0, "nucleus sampling; log-probs stay over the full vocabulary", gt=0, le=1)

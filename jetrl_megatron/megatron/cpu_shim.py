@@ -116,9 +116,16 @@ def _patch_torch_cuda() -> None:
 
 def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.random as tp_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     tp_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     tp_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Split sizes of the expert all-to-all; the stock function makes them numpy only when they come from a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _reenter_mode_in_backward(mode: TorchFunctionMode) -> None:

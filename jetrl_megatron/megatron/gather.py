@@ -1,12 +1,14 @@
 """Between this rank's parameters and whole Hugging Face tensors: loading, weight sync and export.
 
 Only this module knows ranks; the algebra is `weights`. Gathering is tensor by tensor: tensor-parallel shards meet on
-the group's first rank, pipeline stages hand their tensors to global rank 0 in turn.
+the group's first rank, experts on the first rank of the expert-parallel group, which is the same one; pipeline stages
+hand their tensors to global rank 0 in turn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from jetrl_megatron.fp8 import compact_weight_scale
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.io import HfCheckpoint, require_finite
+from jetrl_megatron.weights.plan import expert_of, shift_expert
 from jetrl_megatron.weights.rules import Rule
 
 
@@ -44,16 +47,14 @@ def export_fp8(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    if policy.ranks.data != 0:
-        return
-    stage_first_rank = parallel_state.get_tensor_model_parallel_src_rank()
+    is_first_of_stage = policy.ranks.data == 0 and policy.ranks.tensor == 0
     tensors = _stage_tensors(policy, fp8)
     for stage in range(policy.ranks.pipeline_size):
         if stage == 0:
             if policy.ranks.is_first_stage:
                 yield from tensors
         elif policy.ranks.pipeline == stage:
-            if dist.get_rank() == stage_first_rank:
+            if is_first_of_stage:
                 _send_all(tensors)
             else:
                 for _ in tensors:
@@ -68,10 +69,17 @@ def _stage_source(stage: int) -> int:
 
 
 def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
-    """HF tensors of this stage, on the first rank of its tensor-parallel group."""
+    """HF tensors of this stage, on its first rank; other ranks take part and get nothing."""
     group = parallel_state.get_tensor_model_parallel_group()
+    holds_experts = parallel_state.get_expert_data_parallel_rank() == 0
     for rule, parameter, module in policy.named_rules():
         if not rule.export:
+            continue
+        if expert_of(rule) is not None:
+            if holds_experts:
+                yield from _expert_tensors(policy, rule, parameter, module, fp8)
+            continue
+        if policy.ranks.data != 0:
             continue
         if fp8 and rule.quantized:
             quantized = module.fp8_weight().quantized
@@ -83,6 +91,28 @@ def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
             shards = _gather_shards(parameter.detach(), group) if rule.tp_dim is not None else [parameter.detach()]
             if shards is not None:
                 yield from zip((hf.name for hf in rule.hf), rule.to_hf(shards), strict=True)
+
+
+def _expert_tensors(
+    policy: Policy, rule: Rule, parameter: Tensor, module: Any, fp8: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """The HF tensors of the expert of `rule` and of its peers, the experts at the same place of the other
+    expert-parallel ranks, on the group's first rank."""
+    assert policy.dims.moe is not None
+    group = parallel_state.get_expert_model_parallel_group()
+    per_rank = policy.dims.moe.num_experts // group.size()
+    names = [shift_expert(rule.megatron_name, (i - group.rank()) * per_rank) for i in range(group.size())]
+    peers = [policy.plan.rule_for(name) for name in names]
+    if not fp8:
+        for peer, weight in zip(peers, _gather_shards(parameter.detach(), group) or [], strict=False):
+            yield from zip((hf.name for hf in peer.hf), peer.to_hf([weight]), strict=True)
+        return
+    quantized = module.fp8_weight().quantized
+    codes = _gather_shards(quantized.data.view(torch.uint8), group)
+    scales = _gather_shards(quantized.scale, group)
+    if codes is not None and scales is not None:
+        for peer, data, scale in zip(peers, codes, scales, strict=True):
+            yield from _fp8_parts(peer, [data], [scale], quantized.format.granularity == "block")
 
 
 def _fp8_parts(

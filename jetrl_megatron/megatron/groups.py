@@ -27,6 +27,8 @@ class Ranks:
     pipeline_size: int
     data: int
     data_size: int
+    expert: int = 0
+    expert_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -53,11 +55,19 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
             f"tensor={parallel.tensor} pipeline={parallel.pipeline} data={parallel.data}, ranks={world_size}; "
             "rule: tensor * pipeline * data = ranks; fix: change the sizes or the number of ranks"
         )
+    if world_size // parallel.pipeline % parallel.expert:
+        raise ValueError(
+            f"expert={parallel.expert}, ranks={world_size}; rule: divides tensor * data "
+            f"({world_size // parallel.pipeline}); fix: change the sizes or the number of ranks"
+        )
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor, pipeline_model_parallel_size=parallel.pipeline
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,  # an expert is never cut
     )
     model_parallel_cuda_manual_seed(seed)
     return Ranks(
@@ -69,6 +79,8 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
         pipeline_size=parallel.pipeline,
         data=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel.expert,
     )
 
 

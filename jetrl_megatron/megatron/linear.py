@@ -71,6 +71,10 @@ class _PreciseLinear:
             self._fp8_cached = (version, Fp8Weight.of(quantized, self.slices))
         return self._fp8_cached[1]
 
+    def num_segments(self) -> int:
+        """Segments of this rank's K that are summed apart."""
+        return 1
+
     def _cuts_blocks(self) -> bool:
         """Whether any rank's rows start inside a block of the Hugging Face grid; the same answer on every rank."""
         return any(part.total != len(part.rows) and len(part.rows) % BLOCK for part in self.slices)
@@ -125,20 +129,23 @@ class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
             y = scatter_to_sequence_parallel_region(y, group=self.tp_group)
         return y, None
 
-    def _fp8(self, x: Tensor) -> Tensor:
+    def num_segments(self) -> int:
+        """Segments of this rank's K that are summed apart."""
         size = self.tp_group.size()
-        segments, tree = 1, self.precision.tp_invariant
-        if tree:
-            segments = num_segments_for(-(-self.input_size // BLOCK))
-            if segments % size:
-                raise ValueError(
-                    f"tensor parallel size: {size}; rule: divides the {segments} segments of K={self.input_size}; "
-                    "fix: a smaller parallel.tensor or parallel.tp_invariant=false"
-                )
-        reduce = partial(ordered_sum, group=self.tp_group, tree=tree) if size > 1 else None
-        return ops.fp8_linear(
-            x, self.weight, self.fp8_weight(), self.precision.recipe, max(segments // size, 1), reduce
-        )
+        if not self.precision.tp_invariant:
+            return 1
+        segments = num_segments_for(-(-self.input_size // BLOCK))
+        if segments % size:
+            raise ValueError(
+                f"tensor parallel size: {size}; rule: divides the {segments} segments of K={self.input_size}; "
+                "fix: a smaller parallel.tensor or parallel.tp_invariant=false"
+            )
+        return segments // size
+
+    def _fp8(self, x: Tensor) -> Tensor:
+        tree = self.precision.tp_invariant
+        reduce = partial(ordered_sum, group=self.tp_group, tree=tree) if self.tp_group.size() > 1 else None
+        return ops.fp8_linear(x, self.weight, self.fp8_weight(), self.precision.recipe, self.num_segments(), reduce)
 
     def _bf16(self, x: Tensor) -> Tensor:
         if self.tp_group.size() == 1:
@@ -155,3 +162,17 @@ class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):
     def _sum(self, x: Tensor) -> Tensor:
         dist.all_reduce(x, group=self.tp_group)
         return x
+
+
+def grouped_linear(
+    x: Tensor, num_rows: Sequence[int], linears: Sequence[PreciseColumnParallelLinear | PreciseRowParallelLinear]
+) -> Tensor:
+    """x [R, K], sorted by group with num_rows each, through one linear per group -> [R, N]. The linears are alike and
+    not split over ranks."""
+    first = linears[0]
+    assert first.tp_group.size() == 1
+    masters = [linear.weight for linear in linears]
+    if not first.precision.fp8:
+        return ops.grouped_linear(x, num_rows, masters, [linear.exact_weight() for linear in linears])
+    weights = [linear.fp8_weight() for linear in linears]
+    return ops.fp8_grouped_linear(x, num_rows, masters, weights, first.precision.recipe, first.num_segments())

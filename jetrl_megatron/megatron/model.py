@@ -1,4 +1,4 @@
-"""Builds a GPTModel of Megatron-Core for a dense Llama, Qwen2.5 or Qwen3 model, with our modules in every place."""
+"""Builds a GPTModel of Megatron-Core for Llama, Qwen2.5, Qwen3 and Qwen3-MoE, with our modules in every place."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from jetrl_megatron import ops
-from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.config.dims import ModelDims, MoeDims
 from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.fp8 import GridSlice
 from jetrl_megatron.megatron.groups import Ranks
@@ -36,7 +37,8 @@ from jetrl_megatron.megatron.linear import (
     PreciseRowParallelLinear,
 )
 from jetrl_megatron.megatron.modules import CoreAttention, RMSNorm, RopeSelfAttention, SwiGLU
-from jetrl_megatron.weights.plan import ConversionPlan, shift_layer
+from jetrl_megatron.megatron.moe import ExactRouter, FixedOrderMoELayer, GroupedExperts, SequentialExperts
+from jetrl_megatron.weights.plan import ConversionPlan, shift_expert, shift_layer
 from jetrl_megatron.weights.rules import Rule
 
 
@@ -68,6 +70,8 @@ class Policy:
         parameters = dict(self.model.named_parameters())
         for rule in self.rules:
             name = shift_layer(rule.megatron_name, -self.first_layer)
+            if self.dims.moe is not None:
+                name = shift_expert(name, -local_experts(self.dims.moe, self.ranks).start)
             yield rule, parameters[name], self.model.get_submodule(name.rpartition(".")[0])
 
     @property
@@ -115,7 +119,13 @@ class LogprobHead:
         return self._cached[1]
 
 
-def layer_spec(dims: ModelDims) -> ModuleSpec:
+def local_experts(moe: MoeDims, ranks: Ranks) -> range:
+    """Global indices of the experts of this rank."""
+    count = moe.num_experts // ranks.expert_size
+    return range(ranks.expert * count, (ranks.expert + 1) * count)
+
+
+def layer_spec(dims: ModelDims, grouped_experts: bool) -> ModuleSpec:
     """One decoder layer: norm and linear unfused, so that names match the Hugging Face tensors one to one."""
     qk_norm: dict[str, Any] = {"q_layernorm": RMSNorm, "k_layernorm": RMSNorm} if dims.qk_norm else {}
     attention = SelfAttentionSubmodules(
@@ -127,6 +137,11 @@ def layer_spec(dims: ModelDims) -> ModuleSpec:
     mlp = MLPSubmodules(
         linear_fc1=PreciseColumnParallelLinear, linear_fc2=PreciseRowParallelLinear, activation_func=SwiGLU
     )
+    if dims.moe is None:
+        feed_forward = partial(MLP.as_mlp_submodule, submodules=mlp)
+    else:
+        experts = partial(GroupedExperts if grouped_experts else SequentialExperts, submodules=mlp)
+        feed_forward = partial(FixedOrderMoELayer, submodules=MoESubmodules(experts=experts, router=ExactRouter))
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -136,7 +151,7 @@ def layer_spec(dims: ModelDims) -> ModuleSpec:
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=partial(MLP.as_mlp_submodule, submodules=mlp),
+            mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -180,9 +195,27 @@ def transformer_config(dims: ModelDims, parallel: ParallelConfig, recompute: boo
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
+        **_moe_config(dims, parallel),
     )
     config.use_te_activation_func = True  # hands the activation the whole [gate | up]; no TE involved
     return config
+
+
+def _moe_config(dims: ModelDims, parallel: ParallelConfig) -> dict[str, Any]:
+    """No auxiliary loss and no token dropping: neither exists in the engine."""
+    if dims.moe is None:
+        return {}
+    return {
+        "num_moe_experts": dims.moe.num_experts,
+        "moe_router_topk": dims.moe.experts_per_token,
+        "moe_ffn_hidden_size": dims.moe.intermediate_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+    }
 
 
 def grid_slices(rule: Rule, ranks: Ranks) -> list[GridSlice]:
@@ -197,7 +230,7 @@ def build_policy(
     """This rank's part of the model. Parameters are uninitialised until `load_hf` or a checkpoint fills them."""
     config = transformer_config(dims, parallel, recompute)
     num_local = dims.num_layers // parallel.pipeline
-    spec = layer_spec(dims)
+    spec = layer_spec(dims, parallel.grouped_experts)
     model = GPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_local, layer_norm=RMSNorm),
@@ -215,11 +248,14 @@ def build_policy(
         num_layers=num_local,
         has_embedding=ranks.is_first_stage,
         has_output=ranks.is_last_stage,
+        experts=None if dims.moe is None else local_experts(dims.moe, ranks),
     )
     policy = Policy(model, dims, ranks, plan, rules, precision, LogprobHead(dims, precision))
     table = ops.RopeTable(dims.rope_theta, dims.head_dim, dims.rope_scaling)
     for layer in model.decoder.layers:
         layer.self_attention.rope_table = table
+        if dims.moe is not None:
+            layer.mlp.router.configure(precision, dims.moe.renormalize)
     configured = 0
     for rule, _, module in policy.named_rules():
         if rule.quantized:

@@ -34,6 +34,7 @@ class _Chunk:
 
 
 Prepared = list[_Chunk]
+top_experts, expert_weights, moe_combine = reference.top_experts, reference.expert_weights, reference.moe_combine
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

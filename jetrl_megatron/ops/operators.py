@@ -1,12 +1,12 @@
 """The operators of the forward path. Megatron's modules and SGLang's modules both call these and nothing else.
 
 Each takes and returns the residual stream's dtype (bf16) unless it says otherwise. Shape letters: T tokens, H hidden,
-h heads, D head dim, N outputs, K inputs, V vocabulary.
+h heads, D head dim, N outputs, K inputs, V vocabulary, E experts, k experts per token, R rows (token, expert).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,24 @@ def fp8_linear(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
+@operator("fp8_grouped_linear")
+def fp8_grouped_linear(
+    x: Tensor,
+    num_rows: Sequence[int],
+    masters: Sequence[Tensor],
+    weights: Sequence[Fp8Weight],
+    recipe: Fp8Recipe,
+    num_segments: int = 1,
+    reduce: Reduce | None = None,
+) -> Tensor:
+    """`fp8_linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
+    groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
+    acc = torch.cat([_fp8_linear(rows, master, weight, recipe, num_segments) for rows, master, weight in groups])
+    if reduce is not None:
+        acc = reduce(acc)
+    return acc.to(x.dtype)
+
+
 @dataclass
 class ExactWeight:
     """One version of a bf16 weight [N, K], prepared for the exact linear. maximum: over the tensor-parallel group,
@@ -125,6 +143,54 @@ def row_parallel_linear(x: Tensor, master: Tensor, weight: ExactWeight, maximum:
 
     y = _apply_linear(forward, x.reshape(-1, x.shape[-1]), master)
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
+
+
+@operator("grouped_linear")
+def grouped_linear(
+    x: Tensor, num_rows: Sequence[int], masters: Sequence[Tensor], weights: Sequence[ExactWeight]
+) -> Tensor:
+    """`linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
+    groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
+    return torch.cat([_linear(rows, master, weight) for rows, master, weight in groups]).to(x.dtype)
+
+
+@operator("router")
+def router(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
+    """Router logits [..., E] in fp32 (one rounding), x [..., H], master [E, H] bf16."""
+    return _linear(x, master, weight)
+
+
+@operator("route")
+def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """Router logits [T, E] fp32 -> expert ids [T, k] int64 and their weights [T, k] fp32.
+
+    Slots are in descending logit; of equal logits the lower expert id comes first. Weights: softmax over the chosen
+    experts (renormalize) or over all.
+    """
+    experts: Tensor = kernels().top_experts(logits.detach(), top_k)
+
+    def surrogate(z: Tensor) -> Tensor:
+        if renormalize:
+            return torch.softmax(z.gather(-1, experts), -1)
+        return torch.softmax(z, -1).gather(-1, experts)
+
+    return experts, differentiable(lambda z: kernels().expert_weights(z, experts, renormalize), surrogate, logits)
+
+
+@operator("moe_combine")
+def moe_combine(outputs: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    """Sum of expert outputs [T, k, H] times weights [T, k] fp32 -> [T, H].
+
+    experts: distinct ids [T, k] of the slots, which may come in any order: products are added in ascending expert id,
+    in fp32, and rounded once.
+    """
+    order = experts.argsort(dim=-1)
+    return differentiable(
+        kernels().moe_combine,
+        lambda y, w: (y.float() * w.unsqueeze(-1)).sum(1).to(y.dtype),
+        outputs.gather(1, order.unsqueeze(-1).expand_as(outputs)),
+        weights.gather(1, order),
+    )
 
 
 @operator("lm_head")

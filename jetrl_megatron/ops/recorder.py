@@ -97,6 +97,8 @@ def note(name: str, inputs: Any, outputs: Any) -> None:
 def _edges(values: Any) -> tuple[Edge, ...]:
     edges = []
     for value in values:
+        if isinstance(value, list | tuple) and value:
+            value = value[0]  # one edge for a group of alike weights
         if isinstance(value, Tensor) and value.is_floating_point():
             edges.append(Edge(str(value.dtype).removeprefix("torch.")))
         elif hasattr(value, "quantized"):  # fp8.linear.Fp8Weight

@@ -4,7 +4,7 @@ Two rules make that true (docs/numerics.md, section 5): non-reductions use only 
 and bit operations; reductions are a fixed binary tree of fp32 adds, or sums of integers held in fp64 that cannot
 round. This module is one set of kernels behind `ops`; every other set must give the same bits. No autograd here.
 Shape letters: T tokens, H hidden, D head dim, N rows of a weight, K contracted dim, V vocabulary, P slots of a
-key/value pool, B sequences, L keys.
+key/value pool, B sequences, L keys, E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -212,6 +212,30 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor, scale: float) -> Te
     o = torch.bmm(weights, vi).view(batch, groups, per_group, tq, dim)
     o = o.mul_(_pow2(pe - 37)).div_(denominator * (1 / 16777216.0))
     return o.permute(0, 3, 1, 2, 4).reshape(batch, tq, heads, dim).float().to(q.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ mixture of experts
+def top_experts(logits: Tensor, top_k: int) -> Tensor:
+    """Router logits [T, E] fp32 -> expert ids [T, k] int64 in descending logit; of equal logits the lower id first."""
+    return torch.sort(logits, dim=-1, descending=True, stable=True).indices[:, :top_k]
+
+
+def expert_weights(logits: Tensor, experts: Tensor, renormalize: bool) -> Tensor:
+    """Softmax of the router logits [T, E] at `experts` [T, k] (of `top_experts`), over the chosen experts
+    (renormalize) or over all: fp32 [T, k]."""
+    top = logits.gather(-1, experts[:, :1])
+    chosen = exp32(logits.gather(-1, experts) - top)
+    total = tree_sum(chosen if renormalize else exp32(logits - top))
+    return chosen / total.unsqueeze(-1)
+
+
+def moe_combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [T, k, H], weights [T, k] fp32 -> [T, H]: fp32 products, added left to right over k, rounded once."""
+    wide = outputs.float()
+    total = wide[:, 0] * weights[:, :1]
+    for slot in range(1, outputs.shape[1]):
+        total = total + wide[:, slot] * weights[:, slot : slot + 1]
+    return total.to(outputs.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ log-probs, sampling

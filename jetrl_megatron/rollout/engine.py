@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jetrl_megatron.samples import FinishReason
 from jetrl_megatron.weights.bundle import Bundle
@@ -41,12 +44,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """token_ids [n] with their fp32 log-probs [n]; num_retractions: how often the scheduler took the request back."""
+    """token_ids [n] with their fp32 log-probs [n]; num_retractions: how often the scheduler took the request back;
+    routed_experts: where the engine records them, ids [prompt + n - 1, layers, k] of the tokens that it ran, slots in
+    the router's order."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     num_retractions: int = 0
+    routed_experts: NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 class RolloutEngine(Protocol):
@@ -67,7 +73,8 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How to start one engine. model_dir: folder with config.json (weights arrive by `load_weights`)."""
+    """How to start one engine. model_dir: folder with config.json (weights arrive by `load_weights`); expert_parallel:
+    1, or all tensor_parallel ranks share the experts; record_routes: completions carry the routed experts."""
 
     model_dir: Path
     method: str
@@ -79,6 +86,8 @@ class EngineSpec:
     num_threads: int
     port: int
     log_file: Path
+    expert_parallel: int = 1
+    record_routes: bool = False
 
     def server_args(self) -> dict[str, Any]:
         """Keyword arguments of `sglang.Engine`."""
@@ -98,6 +107,8 @@ class EngineSpec:
             "disable_overlap_schedule": True,
             "sleep_on_idle": True,  # else the scheduler spins on a whole core while the trainer works
             "tp_size": self.tensor_parallel,
+            "ep_size": self.expert_parallel,
+            "enable_return_routed_experts": self.record_routes,
             "max_running_requests": self.max_running_requests,
             "max_total_tokens": self.max_total_tokens,
             "chunked_prefill_size": self.chunked_prefill_tokens,

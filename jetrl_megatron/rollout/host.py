@@ -6,6 +6,7 @@ Run as `python -m jetrl_megatron.rollout.host FD`, FD being one end of a socket 
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request
 
@@ -54,6 +57,10 @@ class _Host:
         import sglang
 
         self.engine = sglang.Engine(**spec.server_args())
+        self._routes_shape: tuple[int, int, int] | None = None
+        if spec.record_routes:
+            model = self.engine.tokenizer_manager.model_config.hf_text_config
+            self._routes_shape = (-1, model.num_hidden_layers, model.num_experts_per_tok)
 
     def load_weights(self, argument: tuple[str, int]) -> str:
         """(path of the bundle, version) -> digest of what the engine holds."""
@@ -78,8 +85,9 @@ class _Host:
             input_ids=[list(r.token_ids) for r in requests],
             sampling_params=[_sampling_params(r) for r in requests],
             return_logprob=True,
+            return_routed_experts=self._routes_shape is not None,
         )
-        return [_completion(output) for output in outputs]
+        return [_completion(output, self._routes_shape) for output in outputs]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         outputs = self.engine.generate(
@@ -114,17 +122,22 @@ def _sampling_params(request: Request) -> dict[str, Any]:
     }
 
 
-def _completion(output: dict[str, Any]) -> Completion:
+def _completion(output: dict[str, Any], routes_shape: tuple[int, int, int] | None) -> Completion:
+    """routes_shape: of the routed experts [-1, layers, k], where they are recorded."""
     info = output["meta_info"]
     entries = info["output_token_logprobs"]
     reason = info["finish_reason"]["type"]
     if reason not in ("stop", "length"):
         raise RuntimeError(f"request ended with {info['finish_reason']}")
+    routes = None
+    if routes_shape is not None:
+        routes = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(routes_shape)
     return Completion(
         token_ids=[entry[1] for entry in entries],
         logprobs=[entry[0] for entry in entries],
         finish_reason=reason,
         num_retractions=info.get("num_retractions") or 0,
+        routed_experts=routes,
     )
 
 

@@ -1,7 +1,8 @@
 """SGLang plugin (entry point group `sglang.srt.plugins`, loaded in every engine process): registers our operators.
 
-Everything SGLang's forward computes for Llama, Qwen2 and Qwen3 models is sent to `ops`: norms, rope, activation,
-attention, linears, lm_head, log-probs and sampling. SGLang 0.5.23; targets are checked when hooks are applied.
+Everything SGLang's forward computes for Llama, Qwen2, Qwen3 and Qwen3-MoE models is sent to `ops`: norms, rope,
+activation, attention, linears, router and experts, lm_head, log-probs and sampling. SGLang 0.5.23; targets are checked
+when hooks are applied.
 """
 
 from __future__ import annotations
@@ -65,8 +66,12 @@ def _register_operator_hooks() -> None:
     around = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
         "model_executor.model_runner.ModelRunner.load_model": _check_model,
+        "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__": _moe_block,
     }
     if not torch.cuda.is_available():
+        from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # the buffer of routed experts, which stock SGLang registers with CUDA
         # Asked for by enable_deterministic_inference, which our seeded sampling needs: CUDA kernels, not wanted here.
         replace["batch_invariant_ops.enable_batch_invariant_mode"] = lambda *_args, **_kwargs: None
         replace["layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"] = _cpu_inv_freq
@@ -74,6 +79,12 @@ def _register_operator_hooks() -> None:
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.REPLACE)
     for target, hook in around.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+
+
+def _pageable(
+    dims: tuple[int, ...], dtype: torch.dtype, device: str, pin_memory: bool, allocator: Any, *_unused: Any, **_kw: Any
+) -> Tensor:
+    return torch.empty(dims, dtype=dtype, device=device)
 
 
 def _sampler(times_file: Path | None) -> Callable[..., Tensor]:
@@ -186,8 +197,15 @@ def _report_sync_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     return success, last_digest() if success and last_digest() else message
 
 
+def _moe_block(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    from jetrl_megatron.rollout.experts import use_our_router
+
+    original(self, *args, **kwargs)
+    use_our_router(self)
+
+
 def _check_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """After SGLang built the model: refuse to start if a linear that should be ours is not."""
+    """After SGLang built the model: refuse to start if a layer that should be ours is not."""
     from jetrl_megatron.rollout.quantization import require_our_methods
 
     result = original(self, *args, **kwargs)

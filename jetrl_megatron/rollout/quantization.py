@@ -1,4 +1,5 @@
-"""SGLang quantization methods `jetrl_fp8` and `jetrl_bf16`: our linears behind SGLang's linear layers.
+"""SGLang quantization methods `jetrl_fp8` and `jetrl_bf16`: our linears behind SGLang's linear layers (experts:
+`rollout.experts`).
 
 FP8 weights arrive as bytes with one scale grid per Hugging Face tensor (`X.weight`, `X.weight_scale_inv`); a BF16
 tensor is quantized on arrival by the same quantizer. Scales are kept per row, so a shard may cut blocks.
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear, get_group_rank_size
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor, nn
@@ -27,10 +29,11 @@ from jetrl_megatron.fp8 import (
     Fp8Weight,
     expand_weight_scale,
     num_segments_for,
-    ordered_add,
     quantize_weight,
     whole,
 )
+from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
+from jetrl_megatron.rollout.experts import Bf16ExpertsMethod, ExpertsMethod, Fp8ExpertsMethod, RouterMethod
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, weight_generation
 
 _PART_OF_SHARD = {"q": 0, "k": 1, "v": 2, None: 0}
@@ -41,6 +44,7 @@ class JetrlConfig(QuantizationConfig):
 
     name = "jetrl_fp8"
     method: type[LinearMethodBase]
+    experts_method: type[ExpertsMethod]
 
     def __init__(self, fmt: Fp8Format, tp_invariant: bool) -> None:
         super().__init__()
@@ -66,6 +70,8 @@ class JetrlConfig(QuantizationConfig):
         return cls(Fp8Format(config["granularity"], config["scale_format"]), bool(config["tp_invariant"]))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        if isinstance(layer, FusedMoE):
+            return self.experts_method(self)
         return self.method(self) if isinstance(layer, LinearBase) else None  # type: ignore[call-arg]
 
     def get_scaled_act_names(self) -> list[str]:
@@ -158,7 +164,7 @@ class Fp8LinearMethod(LinearMethodBase):
         segments = num_segments_for(-(-layer.input_size // BLOCK)) if self.config.tp_invariant else 1
         if segments % size and self.config.tp_invariant:
             raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
-        reduce = partial(_sum_on_rank_0, tree=self.config.tp_invariant) if size > 1 else None
+        reduce = partial(sum_on_rank_0, tree=self.config.tp_invariant) if size > 1 else None
         return ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe, max(segments // size, 1), reduce)
 
 
@@ -175,11 +181,11 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
         across = isinstance(layer, RowParallelLinear) and get_group_rank_size(layer.tp_group)[1] > 1
         cached = layer.__dict__.get("jetrl_prepared")
         if cached is None or cached[0] != weight_generation():
-            prepared = ops.ExactWeight.of(layer.weight, _maximum if across else None)
+            prepared = ops.ExactWeight.of(layer.weight, maximum if across else None)
             cached = layer.__dict__["jetrl_prepared"] = (weight_generation(), prepared)
         if across:
-            y = ops.row_parallel_linear(x, layer.weight, cached[1], _maximum, _sum)
-            if dist.get_rank(_tp_group()):
+            y = ops.row_parallel_linear(x, layer.weight, cached[1], maximum, exact_sum)
+            if dist.get_rank(tp_group()):
                 y = torch.zeros_like(y)
         else:
             y = ops.linear(x, layer.weight, cached[1])
@@ -189,23 +195,25 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
 class Fp8Config(JetrlConfig):
     name = "jetrl_fp8"
     method = Fp8LinearMethod
+    experts_method = Fp8ExpertsMethod
 
 
 class Bf16Config(JetrlConfig):
     name = "jetrl_bf16"
     method = Bf16LinearMethod
+    experts_method = Bf16ExpertsMethod
 
 
 METHOD_CONFIGS: dict[str, type[JetrlConfig]] = {"jetrl_fp8": Fp8Config, "jetrl_bf16": Bf16Config}
 
 
 def require_our_methods(model: nn.Module) -> None:
-    """Raises RuntimeError naming every linear of a decoder layer that does not use our method."""
-    ours = (Fp8LinearMethod, Bf16LinearMethod)
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, LinearBase)}
-    foreign = [f"{n} ({type(m.quant_method).__name__})" for n, m in linears.items() if type(m.quant_method) not in ours]
-    if foreign or not linears:
-        raise RuntimeError(f"linears without the jetrl method: {', '.join(foreign) or 'all'}; fix: check quantization")
+    """Raises RuntimeError naming every linear, router or group of experts that does not use our method."""
+    ours = (Fp8LinearMethod, Bf16LinearMethod, RouterMethod, Fp8ExpertsMethod, Bf16ExpertsMethod)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LinearBase | FusedMoE)}
+    foreign = [f"{n} ({type(m.quant_method).__name__})" for n, m in layers.items() if type(m.quant_method) not in ours]
+    if foreign or not layers:
+        raise RuntimeError(f"layers without the jetrl method: {', '.join(foreign) or 'all'}; fix: check quantization")
 
 
 def _part(shard_id: Any) -> int:
@@ -219,31 +227,3 @@ def _shard_of(layer: Any, shard_id: Any) -> tuple[int, int]:
         return rank // layer.num_kv_head_replicas, size // layer.num_kv_head_replicas
     rank, size = get_group_rank_size(layer.tp_group)
     return int(rank), int(size)
-
-
-def _tp_group() -> dist.ProcessGroup:
-    from sglang.srt.distributed import get_tp_group
-
-    group: dist.ProcessGroup = get_tp_group().device_group
-    return group
-
-
-def _sum_on_rank_0(acc: Tensor, tree: bool) -> Tensor:
-    """The ordered fp32 sum on rank 0 and zeros elsewhere: SGLang's own bf16 all-reduce at the layer boundary then only
-    adds zeros."""
-    group = _tp_group()
-    parts = [torch.empty_like(acc) for _ in range(group.size())]
-    dist.all_gather(parts, acc, group=group)
-    if dist.get_rank(group):
-        return torch.zeros_like(acc)
-    return ordered_add(parts, tree)
-
-
-def _maximum(x: Tensor) -> Tensor:
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=_tp_group())
-    return x
-
-
-def _sum(x: Tensor) -> Tensor:
-    dist.all_reduce(x, group=_tp_group())
-    return x

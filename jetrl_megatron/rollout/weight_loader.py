@@ -6,8 +6,9 @@ set of names and every shape. After loading, the bytes now held by the engine ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,26 @@ class EngineWeightsError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class ExpertShard:
+    """Where a tensor of one expert lies in a parameter [E, N, K] of stacked experts. expert: index on this rank,
+    outside 0 .. E - 1 for the experts of other ranks; part: which of num_parts equal runs of rows."""
+
+    expert: int
+    part: int
+    num_parts: int
+
+    def of(self, stacked: Tensor) -> Tensor:
+        """This tensor's rows of `stacked`."""
+        return stacked[self.expert].chunk(self.num_parts)[self.part]
+
+
+@dataclass(frozen=True)
 class _Route:
-    """Where a Hugging Face tensor lives in SGLang's model: a parameter, and which part of a fused one."""
+    """Where a Hugging Face tensor lives in SGLang's model: a parameter, and `held`, its part of that parameter."""
 
     parameter: nn.Parameter
     shard_id: Any
-    part: int
-    num_parts: int
+    held: Callable[[Tensor], Tensor]
 
     def load(self, tensor: Tensor) -> None:
         loader = getattr(self.parameter, "weight_loader", None)
@@ -58,14 +72,27 @@ class _Route:
 
 def _routes(model: nn.Module) -> dict[str, _Route]:
     """Hugging Face name -> route, from the model's own parameters (the models' `load_weights` rename and skip)."""
-    routes = {}
+    routes: dict[str, _Route] = {}
     for path, parameter in model.named_parameters():
         prefix, _, kind = path.rpartition(".")
         parent, _, leaf = prefix.rpartition(".")
+        for name, shard in getattr(parameter, "jetrl_experts", {}).items():
+            routes[f"{prefix}.{name}"] = _Route(parameter, shard, shard.of)
+        if hasattr(parameter, "jetrl_experts"):
+            continue
         parts = _FUSED.get(leaf, ((leaf, None),))
         for i, (name, shard_id) in enumerate(parts):
-            routes[".".join(filter(None, (parent, name, kind)))] = _Route(parameter, shard_id, i, len(parts))
+            held = partial(_fused_part, model.get_submodule(prefix), i) if len(parts) > 1 else _whole
+            routes[".".join(filter(None, (parent, name, kind)))] = _Route(parameter, shard_id, held)
     return routes
+
+
+def _fused_part(layer: Any, part: int, data: Tensor) -> Tensor:
+    return data.split(list(layer.output_partition_sizes))[part]
+
+
+def _whole(data: Tensor) -> Tensor:
+    return data
 
 
 def weight_generation() -> int:
@@ -153,13 +180,9 @@ def _tensor_parallel_size() -> int:
 
 def held_tensors(model: nn.Module, bundle: Bundle) -> Iterator[tuple[str, Tensor]]:
     """What the layers hold, under Hugging Face names and in the bundle's forms (one engine rank)."""
-    layers = {id(p): layer for layer in model.modules() for p in layer.parameters(recurse=False)}
     shapes = {name: tuple(tensor.shape) for name, tensor in bundle.tensors()}
     for name, route in _routes(model).items():
-        part = route.parameter.data
-        if route.num_parts > 1:
-            layer: Any = layers[id(route.parameter)]
-            part = part.split(list(layer.output_partition_sizes))[route.part]
+        part = route.held(route.parameter.data)
         if name.endswith(SCALE_SUFFIX) and shapes[name][0] != part.shape[0]:
             part = compact_weight_scale(part)
         yield name, part[: shapes[name][0]]  # SGLang pads the vocabulary

@@ -61,6 +61,8 @@ def _update(
         longest = max(sum(samples[i].num_tokens for i in group) for share in groups for group in share)
         pad_to = -(-longest // multiple) * multiple
     mine = groups[ranks.data] or [[]]
+    if ranks.expert_size > 1:  # data-parallel ranks meet in every layer's all-to-all: equally many forwards
+        mine = mine + [[]] * (max(1, *map(len, groups)) - len(mine))
     return UpdateBatch([_pack(samples, group, temperature, multiple, pad_to) for group in mine], norm)
 
 

@@ -32,7 +32,7 @@ def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
 
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # third-party deprecations, dozens a start
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.trainer.num_threads))
-    num_ranks = cfg.parallel.model_size * (cfg.parallel.data or 1)
+    num_ranks = cfg.parallel.model_size * (cfg.parallel.data or cfg.parallel.least_data)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

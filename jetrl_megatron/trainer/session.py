@@ -178,6 +178,7 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
             model_dir=model_dir,
             method=method,
             tensor_parallel=rollout.tensor_parallel,
+            expert_parallel=rollout.expert_parallel,
             max_running_requests=rollout.max_running_requests,
             max_total_tokens=rollout.max_total_tokens,
             chunked_prefill_tokens=rollout.chunked_prefill_tokens,

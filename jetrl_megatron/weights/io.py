@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jetrl_megatron.config.stacked_experts import ExpertRows, split_experts
 from jetrl_megatron.weights.plan import LM_HEAD, ConversionPlan
 
 SINGLE = "model.safetensors"
@@ -59,7 +60,8 @@ def require_finite(name: str, tensor: Tensor) -> Tensor:
 
 
 class HfCheckpoint:
-    """A checkpoint directory, read tensor by tensor (memory-mapped, nothing is loaded until asked for).
+    """A checkpoint directory, read tensor by tensor (memory-mapped, nothing is loaded until asked for). Stacked experts
+    (`config.stacked_experts`) are read as one tensor per expert.
 
     config: the parsed config.json. Raises ValueError if the directory, config.json, a shard or a listed tensor is
     missing, or if a file cannot be read.
@@ -72,6 +74,7 @@ class HfCheckpoint:
         self.config: dict[str, Any] = _read_json(self.path / CONFIG)
         self._files: dict[str, Any] = {}  # file name -> open safetensors file
         self._where: dict[str, str] = {}  # tensor name -> file name
+        self._stacked: dict[str, tuple[str, ExpertRows]] = {}  # name of one expert's tensor -> where it is stacked
         weight_map = self._weight_map()
         for file_name in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
             self._open(file_name)
@@ -81,6 +84,11 @@ class HfCheckpoint:
                 f"{self.path / INDEX}: does not match its shards for {wrong[:8]} ({len(wrong)} in all); rule: every "
                 f"tensor is in the shard that the index names; fix: download or write the checkpoint again"
             )
+        for name in list(self._where):
+            parts = split_experts(name, self.shape(name))
+            self._stacked.update((part, (name, rows)) for part, rows in parts.items())
+            if parts:
+                self._where.update(dict.fromkeys(parts, self._where.pop(name)))
 
     def _weight_map(self) -> dict[str, str] | None:
         single, index = (self.path / SINGLE).exists(), (self.path / INDEX).exists()
@@ -123,12 +131,20 @@ class HfCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """The full tensor on the CPU in its stored dtype. Raises ValueError for an unknown name."""
-        tensor: Tensor = self._file(name).get_tensor(name)
+        file = self._file(name)
+        if name in self._stacked:
+            stacked, (expert, first, last) = self._stacked[name]
+            return file.get_slice(stacked)[expert : expert + 1, first:last].squeeze(0)
+        tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape from the file header, without reading the tensor. Raises ValueError for an unknown name."""
-        return tuple(self._file(name).get_slice(name).get_shape())
+        file = self._file(name)
+        if name in self._stacked:
+            stacked, (_, first, last) = self._stacked[name]
+            return last - first, file.get_slice(stacked).get_shape()[2]
+        return tuple(file.get_slice(name).get_shape())
 
     def verify(self, plan: ConversionPlan) -> None:
         """Check names and shapes against a plan, and an extra lm_head of a tied model against the embedding.

@@ -14,6 +14,7 @@ from jetrl_megatron.weights.rules import Rule
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that older checkpoints carry; computed, not learned
 LM_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 
 
 def shift_layer(megatron_name: str, offset: int) -> str:
@@ -23,6 +24,18 @@ def shift_layer(megatron_name: str, offset: int) -> str:
     local = shift_layer(global, -first_layer).
     """
     return _LAYER.sub(lambda match: f"decoder.layers.{int(match.group(1)) + offset}.", megatron_name)
+
+
+def shift_expert(megatron_name: str, offset: int) -> str:
+    """`...local_experts.E.x` -> `...local_experts.(E+offset).x`; other names unchanged. As `shift_layer`, for the
+    experts of one expert-parallel rank."""
+    return _EXPERT.sub(lambda match: f".local_experts.{int(match.group(1)) + offset}.", megatron_name)
+
+
+def expert_of(rule: Rule) -> int | None:
+    """Global index of the expert a rule belongs to; None for everything else."""
+    match = _EXPERT.search(rule.megatron_name)
+    return int(match.group(1)) if match else None
 
 
 def layer_of(rule: Rule) -> int | None:
@@ -86,8 +99,11 @@ class ConversionPlan:
                 f"fix: check model_type, num_hidden_layers and tie_word_embeddings in the model's config.json"
             )
 
-    def stage_rules(self, first_layer: int, num_layers: int, has_embedding: bool, has_output: bool) -> list[Rule]:
-        """Rules of one pipeline stage: layers [first_layer, first_layer + num_layers), names with GLOBAL indices.
+    def stage_rules(
+        self, first_layer: int, num_layers: int, has_embedding: bool, has_output: bool, experts: range | None = None
+    ) -> list[Rule]:
+        """Rules of one pipeline stage: layers [first_layer, first_layer + num_layers), names with GLOBAL indices;
+        `experts`: of these experts only (None: of all).
 
         A stage with the output but without the embedding of a tied model holds a copy of the embedding as
         `output_layer.weight`: its rule loads from `model.embed_tokens.weight` and has export=False, so that only the
@@ -106,7 +122,8 @@ class ConversionPlan:
                 keep = first_layer <= layer < last_layer
             else:
                 keep = has_embedding if rule.megatron_name == EMBEDDING else has_output
-            if keep:
+            expert = expert_of(rule)
+            if keep and (expert is None or experts is None or expert in experts):
                 rules.append(rule)
         if self.dims.tied_embeddings and has_output and not has_embedding:
             rules.append(self._by_name[OUTPUT])

@@ -89,7 +89,7 @@ class Rule:
             raise ValueError(f"{self.megatron_name}: kind {self.kind!r}; rule: one of {sorted(KINDS)}; fix: use one")
         num_parts = KINDS[self.kind].num_parts
         assert len(self.hf) == num_parts, f"{self.megatron_name}: kind {self.kind} takes {num_parts} HF tensors"
-        assert self.tp_dim in ((None, 0, 1) if self.kind == "plain" else (0,)), f"{self.megatron_name}: tp_dim"
+        assert self.tp_dim in ((None, 0, 1) if self.kind == "plain" else (None, 0)), f"{self.megatron_name}: tp_dim"
 
     # ---------------------------------------------------------------- sizes
     def check_tensor_parallel(self, tp: int) -> None:
@@ -118,6 +118,8 @@ class Rule:
         """Runs of HF rows of the local shard of TP rank `rank`, top to bottom. Raises ValueError for a bad tp."""
         self.check_tensor_parallel(tp)
         assert 0 <= rank < tp, (rank, tp)
+        if self.tp_dim is None:
+            tp, rank = 1, 0
         return [run for run in KINDS[self.kind].runs(self, tp, rank) if run.length]
 
     # ---------------------------------------------------------------- HF -> Megatron

@@ -42,11 +42,19 @@ def hf_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             p + "self_attn.k_proj.weight": (kv, h),
             p + "self_attn.v_proj.weight": (kv, h),
             p + "self_attn.o_proj.weight": (h, q),
-            p + "mlp.gate_proj.weight": (f, h),
-            p + "mlp.up_proj.weight": (f, h),
-            p + "mlp.down_proj.weight": (h, f),
         }
-        if config["model_type"] == "qwen3":
+        mlps = [p + "mlp."]
+        if config["model_type"] == "qwen3_moe":
+            mlps = [f"{p}mlp.experts.{e}." for e in range(config["num_experts"])]
+            f = config["moe_intermediate_size"]
+            shapes[p + "mlp.gate.weight"] = (config["num_experts"], h)
+        for mlp in mlps:
+            shapes |= {
+                mlp + "gate_proj.weight": (f, h),
+                mlp + "up_proj.weight": (f, h),
+                mlp + "down_proj.weight": (h, f),
+            }
+        if config["model_type"] in ("qwen3", "qwen3_moe"):
             shapes |= {p + f"self_attn.{n}_norm.weight": (config["head_dim"],) for n in "qk"}
         if config["model_type"] == "qwen2":
             shapes |= {p + f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}

@@ -13,7 +13,7 @@ from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, GridSlice, quantize_weight
 from jetrl_megatron.weights.plan import ConversionPlan
 from jetrl_megatron.weights.rules import Rule
-from tests.support.models import DEFAULT_DIMS, FAMILIES, assert_same_bits
+from tests.support.models import FAMILIES, assert_same_bits, default_dims
 from tests.support.oracles import codes_of, quantize_blocks, spread
 
 # name: (dims, TP sizes, whether some row block is cut by some shard)
@@ -60,7 +60,7 @@ def quantize_shards(rule: Rule, parts: list[Tensor], tp: int, fmt: Fp8Format, sh
 
 
 def quantized_rules(family: str, dims: dict[str, Any]) -> list[Rule]:
-    config = {**DEFAULT_DIMS, "num_hidden_layers": 1, **dims, "model_type": family}
+    config = {**default_dims(family), "num_hidden_layers": 1, **dims, "model_type": family}
     return [rule for rule in ConversionPlan(ModelDims.from_hf(config)).rules if rule.quantized]
 
 

@@ -23,7 +23,7 @@ from tests.support.policies import LEARNING_RATE, Job, calm_model, run_job
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 
 # name: (family, dims). `cut`: head_dim 64 over 4 kv heads (TP cuts 128-row blocks of k and v), q/k norms, tied
-# embedding, padded vocabulary. `bias`: untied, biases.
+# embedding, padded vocabulary. `bias`: untied, biases. `moe`: 8 experts, top-4.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cut": (
         "qwen3",
@@ -36,6 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bias": ("qwen2", {}),
+    "moe": ("qwen3_moe", {}),
 }
 TWO_RANKS = [
     ("cut", Job("tp2", tensor=2)),
@@ -46,12 +47,21 @@ TWO_RANKS = [
     ("cut", Job("tp2_free", tensor=2, tp_invariant=False)),
     ("bias", Job("bias_tp2", tensor=2)),
     ("bias", Job("bias_pp2", pipeline=2)),
+    ("moe", Job("moe_ep2", expert=2)),
+    ("moe", Job("moe_tp2_sp", tensor=2, sequence=True)),
+    ("moe", Job("moe_tp2_sp_ep2", tensor=2, sequence=True, expert=2, grouped_experts=False)),
+    ("moe", Job("moe_pp2", pipeline=2)),
+    ("moe", Job("moe_ep2_bf16", expert=2, fp8=False, backward="bf16")),
 ]
 FOUR_RANKS = [
     ("cut", Job("tp4", tensor=4)),
     ("cut", Job("tp2_pp2", tensor=2, pipeline=2)),
     ("cut", Job("tp2_dp2", tensor=2)),
     ("cut", Job("tp2_sp_pp2", tensor=2, pipeline=2, sequence=True)),
+    ("moe", Job("moe_tp2_sp_pp2_ep2", tensor=2, pipeline=2, sequence=True, expert=2)),
+    ("moe", Job("moe_tp2_sp_dp2_ep4", tensor=2, sequence=True, expert=4)),
+    ("moe", Job("moe_tp2_sp_dp2_ep2", tensor=2, sequence=True, expert=2)),
+    ("moe", Job("moe_pp2_ep2", pipeline=2, expert=2)),
 ]
 ALL = {job.name: (model, job) for model, job in TWO_RANKS + FOUR_RANKS}
 EXACT = [name for name in ALL if name != "tp2_free"]
@@ -118,15 +128,19 @@ def logprobs_of(ranks: Results, job: Job, key: str = "logprobs") -> Tensor:
 
 
 def hf_gradients(ranks: Results, job: Job, plan: ConversionPlan) -> dict[str, Tensor]:
-    """Local gradients of all TP ranks and stages joined by the weight rules; data-parallel ranks must agree bitwise."""
+    """Local gradients of all TP ranks and stages joined by the weight rules; data-parallel ranks must agree bitwise,
+    and so must all ranks that hold an expert."""
     found: dict[str, list[Tensor]] = {}
+    experts: dict[str, Tensor] = {}
     for r in sorted(ranks, key=lambda r: r["coordinates"]):
-        if r["coordinates"][2] == 0:
-            for name, grad in r["gradients"].items():
-                found.setdefault(name, []).append(grad)
-    for r in ranks:
         twin = next(t for t in ranks if t["coordinates"] == (*r["coordinates"][:2], 0))
-        assert all(torch.equal(grad, twin["gradients"][name]) for name, grad in r["gradients"].items())
+        for name, grad in r["gradients"].items():
+            if ".local_experts." in name:
+                assert torch.equal(experts.setdefault(name, grad), grad), name
+                continue
+            assert torch.equal(grad, twin["gradients"][name]), name
+            if r is twin:
+                found.setdefault(name, []).append(grad)
     joined: dict[str, Tensor] = {}
     for name, shards in found.items():
         rule = plan.rule_for(name)
@@ -137,6 +151,9 @@ def hf_gradients(ranks: Results, job: Job, plan: ConversionPlan) -> dict[str, Te
             if hf.name in joined:  # the tied copy on the last stage
                 assert torch.equal(joined[hf.name], grad), name
             joined[hf.name] = grad
+    for name, shard in experts.items():
+        rule = plan.rule_for(name)
+        joined |= dict(zip((hf.name for hf in rule.hf), rule.to_hf([shard]), strict=True))
     return joined
 
 

@@ -19,7 +19,7 @@ from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.optimizer import make_trainable
 from jetrl_megatron.megatron.step import compute_logprobs
 from jetrl_megatron.ops.recorder import Edge, record
-from tests.support.models import FAMILIES, assert_same_bits
+from tests.support.models import DENSE_FAMILIES, assert_same_bits
 from tests.support.oracles import quantize_blocks, rel_error
 from tests.support.policies import (
     calm_model,
@@ -44,7 +44,7 @@ BF16 = Fp8Recipe(dgrad="bf16", wgrad="bf16")
 TEMPERATURE = 0.8
 
 
-@pytest.fixture(scope="module", params=[(f, tied) for f in FAMILIES for tied in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=[(f, tied) for f in DENSE_FAMILIES for tied in (False, True)], ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny models: llama (llama3 rope scaling), qwen2 (biases), qwen3 (q/k norms), each tied and untied."""
     family, tied = request.param

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+DENSE_FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = (*DENSE_FAMILIES, "qwen3_moe")
 
 # q_size (512) != hidden, fewer kv heads than heads, several 128-blocks in every dimension.
 DEFAULT_DIMS: dict[str, Any] = {
@@ -27,13 +28,25 @@ DEFAULT_DIMS: dict[str, Any] = {
     "eos_token_id": 0,
     "pad_token_id": 1,
 }
+# Top-4: with two addends a sum has only one order.
+MOE_DIMS: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
+
+
+def default_dims(family: str) -> dict[str, Any]:
+    """DEFAULT_DIMS, with experts for a family that has them."""
+    return {**DEFAULT_DIMS, **(MOE_DIMS if family == "qwen3_moe" else {})}
 
 
 def hf_model(family: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, **dims: Any) -> Any:
-    """A transformers model of the family with DEFAULT_DIMS updated by `dims` (names of config.json)."""
+    """A transformers model of the family with `default_dims` updated by `dims` (names of config.json)."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**DEFAULT_DIMS, **dims})
+    config = AutoConfig.for_model(family, **{**default_dims(family), **dims})
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
@@ -43,7 +56,7 @@ def perturb(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean, std = (0.0, 0.08) if parameter.ndim == 2 else (0.0 if name.endswith("bias") else 1.0, 0.1)
+            mean, std = (0.0, 0.08) if parameter.ndim >= 2 else (0.0 if name.endswith("bias") else 1.0, 0.1)
             std = 1.0 if "embed_tokens" in name else std
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(mean + std * noise)
@@ -69,7 +82,7 @@ def save_word_tokenizer(out: Path, vocab_size: int) -> None:
 
 
 def tiny_model(tmp_path_factory: pytest.TempPathFactory, family: str, seed: int = 0, **dims: Any) -> Path:
-    """Directory of a tiny random bf16 model of `family` with a word-level tokenizer; `dims` update DEFAULT_DIMS."""
+    """Directory of a tiny random bf16 model of `family` with a word-level tokenizer; `dims` update `default_dims`."""
     out = tmp_path_factory.mktemp(f"tiny_{family}")
     model = hf_model(family, **dims)
     perturb(model, seed)
@@ -78,10 +91,29 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, family: str, seed: int 
     return out
 
 
+def per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' state dict with the stacked experts (gate and up rows in one tensor) under the names of published
+    checkpoints, one tensor per projection of an expert."""
+    out: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        prefix, _, leaf = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            out[name] = tensor
+            continue
+        for i in range(tensor.shape[0]):
+            if leaf == "down_proj":
+                out[f"{prefix}.{i}.down_proj.weight"] = tensor[i]
+            else:
+                half = tensor.shape[1] // 2
+                out[f"{prefix}.{i}.gate_proj.weight"] = tensor[i, :half]
+                out[f"{prefix}.{i}.up_proj.weight"] = tensor[i, half:]
+    return out
+
+
 def hf_shapes(family: str, **dims: Any) -> dict[str, tuple[int, ...]]:
     """Names and shapes of transformers' own model, without lm_head if tied: an oracle for the plan."""
     model = hf_model(family, device="meta", **dims)
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in per_expert(model.state_dict()).items()}
     if model.config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     return shapes

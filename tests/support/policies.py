@@ -40,6 +40,8 @@ class Job:
     tp_invariant: bool = True
     num_batches: int = 2
     backward: str = "fp8"
+    expert: int = 1
+    grouped_experts: bool = True
 
 
 def calm_model(out: Path, family: str, seed: int, **dims: Any) -> Path:
@@ -113,7 +115,13 @@ def snapshot(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 def run_job(job: Job, path: Path | str) -> dict[str, Any]:
     """The scenario on this rank. Keys: coordinates, logprobs (last stage), fp8 and bf16 exports (rank 0), gradients
     (local), grad_norm, updated (bf16 export after one update), logprobs_updated."""
-    parallel = ParallelConfig(tensor=job.tensor, pipeline=job.pipeline, sequence=job.sequence)
+    parallel = ParallelConfig(
+        tensor=job.tensor,
+        pipeline=job.pipeline,
+        sequence=job.sequence,
+        expert=job.expert,
+        grouped_experts=job.grouped_experts,
+    )
     ranks = initialize(parallel, seed=0)
     try:
         recipe = Fp8Recipe(dgrad=job.backward, wgrad=job.backward)  # type: ignore[arg-type]

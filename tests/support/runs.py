@@ -123,3 +123,8 @@ def slow_exact_match(prompt: Any, text: str) -> dict[str, float]:
     """`exact_match`, slow enough for a test to interrupt it. Reward function of the resume test."""
     time.sleep(0.01)
     return {"answer": float(text == prompt.answer)}
+
+
+def even_digits(prompt: Any, text: str) -> dict[str, float]:
+    """Share of even digits in the response: a reward that differs between the responses of an untrained model."""
+    return {"answer": sum(char in "02468" for char in text) / max(len(text), 1)}

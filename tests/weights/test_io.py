@@ -13,7 +13,7 @@ from torch import Tensor
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.weights.io import INDEX, SINGLE, HfCheckpoint, HfWriter, require_finite, write_hf
 from jetrl_megatron.weights.plan import ConversionPlan
-from tests.support.models import assert_same_bits, random_bits, tiny_model
+from tests.support.models import assert_same_bits, hf_model, perturb, random_bits, tiny_model
 
 TENSORS = {f"t{i}": random_bits((8, 16), i) for i in range(5)}  # 256 bytes each
 CONFIG = {"model_type": "llama"}
@@ -163,6 +163,34 @@ def test_verify_and_transformers_read_it(tmp_path: Path, tmp_path_factory: pytes
     assert ids.tolist() == [[5, 9, 77, 100]]
     logits = [AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (source, tmp_path / "out")]
     assert_same_bits(logits[1], logits[0], "logits")
+
+
+def test_stacked_experts_are_read_as_single_ones(tmp_path: Path) -> None:
+    """A checkpoint in transformers 5's stacked layout and one with a tensor per expert hold, read tensor by tensor, the
+    same bits; HF -> Megatron -> HF returns them, and transformers loads the result as the model that it was."""
+    from transformers import AutoModelForCausalLM
+
+    model = hf_model("qwen3_moe", vocab_size=101)
+    perturb(model, seed=5)
+    model.save_pretrained(tmp_path / "single")
+    single = HfCheckpoint(tmp_path / "single")
+    write_hf(tmp_path / "stacked", model.state_dict().items(), single.config)
+    stacked = HfCheckpoint(tmp_path / "stacked")
+    plan = ConversionPlan(ModelDims.from_hf(stacked.config))
+    for read in (single, stacked):
+        read.verify(plan)
+    back: dict[str, Tensor] = {}
+    for rule in plan.rules:
+        local = rule.to_megatron([stacked.tensor(hf.name) for hf in rule.hf], 1)
+        back |= dict(zip((hf.name for hf in rule.hf), rule.to_hf(local), strict=True))
+    assert sorted(back) == stacked.names() == single.names()
+    for name, tensor in back.items():
+        assert_same_bits(tensor, single.tensor(name), name)
+        assert stacked.shape(name) == tuple(tensor.shape)
+    write_hf(tmp_path / "back", back.items(), single.config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    for name, tensor in model.state_dict().items():
+        assert_same_bits(loaded[name], tensor, name)
 
 
 def test_verify_refuses_wrong_shapes_and_untied_heads(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

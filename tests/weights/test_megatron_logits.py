@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.weights.plan import ConversionPlan
-from tests.support.models import FAMILIES, hf_model, perturb
+from tests.support.models import FAMILIES, hf_model, per_expert, perturb
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,14 @@ def stock_gpt_model(dims: ModelDims) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    experts: dict[str, Any] = {}
+    if dims.moe is not None:
+        experts = {
+            "num_moe_experts": dims.moe.num_experts,
+            "moe_router_topk": dims.moe.experts_per_token,
+            "moe_ffn_hidden_size": dims.moe.intermediate_size,
+            "moe_router_load_balancing_type": "none",
+        }
     config = TransformerConfig(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden_size,
@@ -64,10 +72,15 @@ def stock_gpt_model(dims: ModelDims) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **experts,
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=dims.qk_norm),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=None if dims.moe is None else dims.moe.num_experts,
+            normalization="RMSNorm",
+            qk_layernorm=dims.qk_norm,
+        ),
         vocab_size=dims.padded_vocab_size(1),
         max_sequence_length=64,
         share_embeddings_and_output_weights=dims.tied_embeddings,
@@ -88,7 +101,7 @@ def test_logits_of_stock_megatron(one_rank: None, monkeypatch: pytest.MonkeyPatc
     perturb(source, seed=1)
     plan = ConversionPlan(ModelDims.from_hf(source.config.to_dict()))
     model = stock_gpt_model(plan.dims).eval()
-    state = source.state_dict()
+    state = per_expert(source.state_dict())
     parameters = dict(model.named_parameters())
     assert parameters.keys() == {rule.megatron_name for rule in plan.rules}
     with torch.no_grad():

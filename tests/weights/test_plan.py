@@ -8,12 +8,12 @@ import pytest
 
 from jetrl_megatron.config.dims import ARCHITECTURES, ModelDims
 from jetrl_megatron.weights.families import FAMILIES
-from jetrl_megatron.weights.plan import ConversionPlan, shift_layer
-from tests.support.models import DEFAULT_DIMS, hf_shapes
+from jetrl_megatron.weights.plan import ConversionPlan, expert_of, shift_expert, shift_layer
+from tests.support.models import default_dims, hf_shapes
 
 
 def plan_of(family: str, **dims: Any) -> ConversionPlan:
-    return ConversionPlan(ModelDims.from_hf({**DEFAULT_DIMS, **dims, "model_type": family}))
+    return ConversionPlan(ModelDims.from_hf({**default_dims(family), **dims, "model_type": family}))
 
 
 def test_every_known_architecture_has_rules() -> None:
@@ -68,6 +68,20 @@ def test_pipeline_stages_split_the_plan(tied: bool) -> None:
     assert plan.stage_rules(0, 3, True, True) == list(plan.rules)
     with pytest.raises(ValueError, match=r"layers \[2, 4\)"):
         plan.stage_rules(2, 2, False, True)
+
+
+def test_expert_parallel_ranks_split_the_plan() -> None:
+    """Ranks together hold every expert once, and each holds everything else."""
+    plan = plan_of("qwen3_moe", num_hidden_layers=2)
+    ranks = [plan.stage_rules(0, 2, True, True, experts) for experts in (range(0, 4), range(4, 8))]
+    held = [{rule.megatron_name for rule in rules} for rules in ranks]
+    shared = {r.megatron_name for r in plan.rules if ".local_experts." not in r.megatron_name}
+    assert held[0] & held[1] == shared
+    assert held[0] | held[1] == {rule.megatron_name for rule in plan.rules}
+    assert len(held[0]) == len(held[1])
+    assert expert_of(plan.rule_for("decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.weight")) == 7
+    assert expert_of(plan.rule_for("decoder.layers.1.mlp.router.weight")) is None
+    assert shift_expert("x.local_experts.1.linear_fc1.weight", 4) == "x.local_experts.5.linear_fc1.weight"
 
 
 def test_layer_shift_is_its_own_inverse() -> None:

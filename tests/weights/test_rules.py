@@ -12,12 +12,13 @@ from torch import Tensor
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.weights.plan import ConversionPlan
 from jetrl_megatron.weights.rules import HfTensor, Rule, Units
-from tests.support.models import DEFAULT_DIMS, FAMILIES, assert_same_bits, hf_shapes, random_bits
+from tests.support.models import FAMILIES, assert_same_bits, default_dims, hf_shapes, random_bits
 
 # 8 heads of 24 = 192 != hidden, 4 kv heads, vocabulary not a multiple of 2 or 4
 SMALL: dict[str, Any] = {
     "hidden_size": 80,
     "intermediate_size": 136,
+    "moe_intermediate_size": 72,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 24,
@@ -27,7 +28,7 @@ TP_SIZES = (1, 2, 4)
 
 
 def plan_of(family: str, **dims: Any) -> ConversionPlan:
-    return ConversionPlan(ModelDims.from_hf({**DEFAULT_DIMS, **dims, "model_type": family}))
+    return ConversionPlan(ModelDims.from_hf({**default_dims(family), **dims, "model_type": family}))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -61,6 +62,8 @@ def row_oracle(rule: Rule, dims: dict[str, Any], tp: int, rank: int) -> list[tup
             for head in q_rows[group]:
                 rows += [(0, int(row)) for row in head]
             rows += [(part, int(row)) for part in (1, 2) for row in kv_rows[group]]
+    elif "local_experts" in rule.megatron_name and "linear_fc1" in rule.megatron_name:  # never cut
+        rows = [(part, row) for part in (0, 1) for row in range(dims["moe_intermediate_size"])]
     elif "linear_fc1" in rule.megatron_name:
         local = np.split(np.arange(dims["intermediate_size"]), tp)[rank]
         rows = [(part, int(row)) for part in (0, 1) for row in local]
@@ -83,7 +86,7 @@ def test_layout_is_megatrons(family: str, tp: int) -> None:
             expected = torch.stack(
                 [torch.zeros_like(parts[0][0]) if p < 0 else parts[p][r] for p, r in row_oracle(rule, SMALL, tp, rank)]
             )
-            if rule.megatron_name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            if rule.megatron_name.endswith(("linear_proj.weight", "mlp.linear_fc2.weight")):
                 width = expected.shape[1] // tp
                 expected = expected[:, rank * width : (rank + 1) * width]
             assert_same_bits(shard, expected, f"{rule.megatron_name} rank {rank}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jetrl_megatron.config.dims import ModelDims
-from jetrl_megatron.weights.families import llama, qwen2, qwen3
+from jetrl_megatron.weights.families import llama, qwen2, qwen3, qwen3_moe
 from jetrl_megatron.weights.rules import Rule
 
 FAMILIES: dict[str, Callable[[ModelDims], list[Rule]]] = {
     "llama": llama.rules,
     "qwen2": qwen2.rules,
     "qwen3": qwen3.rules,
+    "qwen3_moe": qwen3_moe.rules,
 }
 
 

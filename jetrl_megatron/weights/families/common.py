@@ -1,4 +1,4 @@
-"""The decoder that all dense families share; a family adds what is its own (biases, q/k norms)."""
+"""The decoder that all families share; a family adds what is its own (biases, q/k norms, experts)."""
 
 from __future__ import annotations
 
@@ -38,22 +38,33 @@ def kv_head_units(dims: ModelDims) -> Units:
     return Units("num_key_value_heads", dims.num_kv_heads)
 
 
-def layer_rules(dims: ModelDims, layer: int) -> list[Rule]:
-    """Norms, attention and gated MLP of decoder layer `layer` (global index)."""
+def attention_rules(dims: ModelDims, layer: int) -> list[Rule]:
+    """Norms and attention of decoder layer `layer` (global index)."""
     mcore, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-    hidden, inter = dims.hidden_size, dims.intermediate_size
-    heads, inner = kv_head_units(dims), Units("intermediate_size", inter)
+    hidden, heads = dims.hidden_size, kv_head_units(dims)
     qkv = qkv_tensors(dims, layer, "weight", hidden)
     o_proj = (HfTensor(hf + "self_attn.o_proj.weight", (hidden, dims.q_size)),)
-    gate_up = tuple(HfTensor(hf + f"mlp.{n}_proj.weight", (inter, hidden)) for n in ("gate", "up"))
-    down = (HfTensor(hf + "mlp.down_proj.weight", (hidden, inter)),)
     return [
         replicated(mcore + "input_layernorm.weight", hf + "input_layernorm.weight", hidden),
         Rule(mcore + "self_attention.linear_qkv.weight", qkv, "qkv", 0, heads, quantized=True),
         Rule(mcore + "self_attention.linear_proj.weight", o_proj, "plain", 1, heads, quantized=True),
         replicated(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight", hidden),
-        Rule(mcore + "mlp.linear_fc1.weight", gate_up, "gate_up", 0, inner, quantized=True),
-        Rule(mcore + "mlp.linear_fc2.weight", down, "plain", 1, inner, quantized=True),
+    ]
+
+
+def gated_mlp_tensors(prefix: str, hidden: int, inter: int) -> tuple[tuple[HfTensor, ...], tuple[HfTensor, ...]]:
+    """(gate and up, down) of the gated MLP whose tensors are `<prefix>{gate,up,down}_proj.weight`."""
+    gate_up = tuple(HfTensor(f"{prefix}{n}_proj.weight", (inter, hidden)) for n in ("gate", "up"))
+    return gate_up, (HfTensor(f"{prefix}down_proj.weight", (hidden, inter)),)
+
+
+def dense_mlp_rules(dims: ModelDims, layer: int) -> list[Rule]:
+    """The gated MLP of decoder layer `layer`."""
+    mcore, inner = f"decoder.layers.{layer}.mlp.", Units("intermediate_size", dims.intermediate_size)
+    gate_up, down = gated_mlp_tensors(f"model.layers.{layer}.mlp.", dims.hidden_size, dims.intermediate_size)
+    return [
+        Rule(mcore + "linear_fc1.weight", gate_up, "gate_up", 0, inner, quantized=True),
+        Rule(mcore + "linear_fc2.weight", down, "plain", 1, inner, quantized=True),
     ]
 
 
@@ -61,11 +72,12 @@ def _nothing(dims: ModelDims, layer: int) -> list[Rule]:
     return []
 
 
-def decoder_rules(dims: ModelDims, extra: LayerRules = _nothing) -> list[Rule]:
-    """All rules of a decoder in HF layer order; `extra(dims, layer)` adds a family's own parameters of each layer."""
+def decoder_rules(dims: ModelDims, extra: LayerRules = _nothing, mlp: LayerRules = dense_mlp_rules) -> list[Rule]:
+    """All rules of a decoder in HF layer order; `extra(dims, layer)` adds a family's own parameters of each layer,
+    `mlp(dims, layer)` are those of its MLP."""
     rules = [vocab_rule(EMBEDDING, "model.embed_tokens.weight", dims)]
     for layer in range(dims.num_layers):
-        rules += layer_rules(dims, layer) + extra(dims, layer)
+        rules += attention_rules(dims, layer) + mlp(dims, layer) + extra(dims, layer)
     rules.append(replicated("decoder.final_layernorm.weight", "model.norm.weight", dims.hidden_size))
     if not dims.tied_embeddings:
         rules.append(vocab_rule(OUTPUT, "lm_head.weight", dims))
