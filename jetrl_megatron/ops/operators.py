@@ -105,10 +105,9 @@ def fp8_grouped_linear(
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
     groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
-    acc = torch.cat([_fp8_linear(rows, master, weight, recipe, num_segments) for rows, master, weight in groups])
-    if reduce is not None:
-        acc = reduce(acc)
-    return acc.to(x.dtype)
+    dtype = x.dtype if reduce is None else torch.float32
+    y = torch.cat([_fp8_linear(rows, master, weight, recipe, num_segments, dtype) for rows, master, weight in groups])
+    return y if reduce is None else reduce(y).to(x.dtype)
 
 
 @dataclass
