@@ -22,6 +22,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_transposed, prepare_weight
 from jetrl_megatron.fp8.quantize import GridSlice, quantize_rows
+from jetrl_megatron.fp8.recorder import differentiated, note
 
 
 @dataclass
@@ -46,7 +47,9 @@ class Fp8Weight:
 
 def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1) -> Tensor:
     """FProp without autograd: x [T, K] bf16 -> fp32 accumulator [T, N]."""
-    return gemm_nt(quantize_rows(x, weight.quantized.format), weight.fprop, num_segments)
+    quantized = quantize_rows(x, weight.quantized.format)
+    note("internal", "x", quantized)
+    return gemm_nt(quantized, weight.fprop, num_segments)
 
 
 def fp8_linear(x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int = 1) -> Tensor:
@@ -60,18 +63,22 @@ def fp8_linear(x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, 
     return fp8_matmul(x, weight, num_segments)
 
 
+@differentiated
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe, num_segments: int) -> Tensor:
         x = x.detach()
         quantized = quantize_rows(x, recipe.format)
+        note("internal", "x", quantized)
         ctx.weight, ctx.recipe, ctx.master, ctx.dtype = weight, recipe, master, x.dtype
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(x)
+            note("saved", "x", x)
         else:
             columnwise = recipe.saved_activation == "columnwise"
             saved = quantize_rows(x.t().contiguous(), recipe.format) if columnwise else quantized
             ctx.save_for_backward(saved.data, saved.scale)
+            note("saved", "x along tokens" if columnwise else "x", saved)
         return gemm_nt(quantized, weight.fprop, num_segments)
 
     @staticmethod
@@ -89,12 +96,17 @@ class _Fp8Linear(torch.autograd.Function):
 def _dgrad(dy: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
     """dY [T, N] -> dX [T, K] in dY's dtype."""
     if recipe.dgrad == "bf16":
+        note("internal", "dy of DGrad", dy)
+        note("internal", "weight of DGrad", master.to(dy.dtype))
         return dy @ master.to(dy.dtype)
     prepared = weight.dgrad
     if prepared.order is not None:
         order = prepared.order
         dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], torch.zeros((), dtype=dy.dtype))
-    return gemm_nt(quantize_rows(dy, recipe.format), prepared).to(dy.dtype)
+    quantized = quantize_rows(dy, recipe.format)
+    note("internal", "dy of DGrad", quantized)
+    note("internal", "weight of DGrad", weight)
+    return gemm_nt(quantized, prepared).to(dy.dtype)
 
 
 def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
@@ -106,12 +118,16 @@ def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
         if recipe.saved_activation == "columnwise":
             x = x.t()
     if recipe.wgrad == "bf16":
+        note("internal", "dy of WGrad", dy)
+        note("internal", "x of WGrad", x)
         return dy.float().t() @ x.float()
     dy_t = quantize_rows(dy.t().contiguous(), recipe.format)
     if recipe.saved_activation == "columnwise":
         x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
     else:
         x_t = quantize_rows(x.t().contiguous(), recipe.format)
+    note("internal", "dy of WGrad", dy_t)
+    note("internal", "x of WGrad", x_t)
     return gemm_nt(dy_t, prepare_weight(x_t))
 
 
@@ -122,5 +138,6 @@ def accumulate_main_grad(master: Tensor, dw: Tensor) -> Tensor:
     if main_grad is None:
         return dw.to(master.dtype)
     main_grad.add_(dw)
+    note("output", "dweight", main_grad)
     master.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros((), dtype=master.dtype).expand_as(master)

@@ -4,6 +4,7 @@ from jetrl_megatron.ops.attention import packed_attention, paged_attention
 from jetrl_megatron.ops.operators import (
     ExactWeight,
     add_rmsnorm,
+    bias_add,
     embedding,
     fp8_linear,
     linear,
@@ -22,6 +23,7 @@ __all__ = [
     "ExactWeight",
     "RopeTable",
     "add_rmsnorm",
+    "bias_add",
     "embedding",
     "fp8_linear",
     "linear",

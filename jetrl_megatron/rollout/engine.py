@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.samples import FinishReason
 from jetrl_megatron.weights.bundle import Bundle
 
@@ -61,6 +62,9 @@ class RolloutEngine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Prefill log-probs of tokens 1.. of each sequence at temperature 1."""
 
+    def record_flow(self, request: Request) -> list[Graph]:
+        """Precision-flow graphs (prefill, decode) of every rank while `request` is answered."""
+
     def shutdown(self) -> None:
         """Stop the engine and all its processes."""
 
@@ -79,6 +83,11 @@ class EngineSpec:
     num_threads: int
     port: int
     log_file: Path
+
+    @property
+    def flow_folder(self) -> Path:
+        """Exists while the engine is asked for its precision-flow graphs."""
+        return self.log_file.with_suffix(".flow")
 
     def server_args(self) -> dict[str, Any]:
         """Keyword arguments of `sglang.Engine`."""

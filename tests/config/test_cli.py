@@ -139,8 +139,8 @@ def test_train_hands_configuration_folder_and_resume_to_launch(good: Path, tmp_p
     code = (
         "import sys, types\n"
         "module = types.ModuleType('jetrl_megatron.trainer.launch')\n"
-        "def launch(cfg, run_dir, resume):\n"
-        "    print(cfg.trainer.num_steps, run_dir, resume)\n"
+        "def launch(cfg, run_dir, task):\n"
+        "    print(cfg.trainer.num_steps, run_dir, task)\n"
         "    return 7\n"
         "module.launch = launch\n"
         "sys.modules['jetrl_megatron.trainer'] = types.ModuleType('jetrl_megatron.trainer')\n"
@@ -149,7 +149,7 @@ def test_train_hands_configuration_folder_and_resume_to_launch(good: Path, tmp_p
         "app(sys.argv[1:])\n"
     )
     done = jetrl("train", str(good), "trainer.num_steps=3", "name=mine", "--resume", code=code)
-    assert (done.returncode, done.stdout) == (7, f"3 {Path('runs') / 'mine'} True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (7, f"3 {Path('runs') / 'mine'} resume\n"), done.stderr
 
 
 def test_schema_lists_keys_with_defaults() -> None:
