@@ -19,6 +19,8 @@ from jetrl_megatron.fp8.recorder import Edge, Node, Role
 SCHEMA = "jetrl-precision-flow/1"
 HEAD = "lm_head"  # what runs after the last module: lm_head and log-probs
 COMPARED: tuple[Role, ...] = ("input", "internal", "output")
+ABSENT = "absent"
+_ROLE_WORDS: dict[Role, str] = {"input": "entering", "internal": "inside", "output": "leaving"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -97,16 +99,16 @@ def _node_differences(
     module: str, left: Node | None, right: Node | None, sides: tuple[str, str]
 ) -> Iterator[Difference]:
     if left is None or right is None or left.operator != right.operator:
-        names = tuple(node.operator if node is not None else "nothing" for node in (left, right))
+        names = tuple(node.operator if node is not None else ABSENT for node in (left, right))
         yield Difference(module, "", None, sides, (names[0], names[1]))
     if left is None or right is None:
         return
-    operator = left.operator if left.operator == right.operator else f"{left.operator} or {right.operator}"
+    operator = " or ".join(dict.fromkeys((left.operator, right.operator)))
     edges = [_precisions(node) for node in (left, right)]
     for role, tensor in dict.fromkeys([*edges[0], *edges[1]]):
         found = tuple(side.get((role, tensor), ()) for side in edges)
         if found[0] != found[1]:
-            name = tensor if role == "input" else f"{tensor} ({role})"
+            name = f"{tensor} {_ROLE_WORDS[role]}"
             yield Difference(module, operator, name, sides, (_words(found[0]), _words(found[1])))
 
 
@@ -124,7 +126,7 @@ def _precisions(node: Node) -> dict[tuple[Role, str], tuple[Edge, ...]]:
 
 
 def _words(edges: Sequence[Edge]) -> str:
-    return " and ".join(map(precision_words, edges)) or "nothing"
+    return " and ".join(map(precision_words, edges)) or ABSENT
 
 
 def precision_words(edge: Edge) -> str:

@@ -8,7 +8,7 @@ backward itself. Prefill and decode are drawn once where they agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 from jetrl_megatron.fp8.recorder import Edge, Node
@@ -26,10 +26,15 @@ Row = tuple[Node | None, Node | None]
 class Block:
     """Rows of equal layers, or of what is outside the layers. layers: their indices."""
 
-    title: str
     rows: list[Row]
     backward: dict[str, list[Node]]
-    num_layers: int
+    layers: tuple[int, ...]
+
+    @property
+    def title(self) -> str:
+        if len(self.layers) < 2:
+            return "".join(f"layer {layer}" for layer in self.layers)
+        return f"layers {self.layers[0]} to {self.layers[-1]} (x {len(self.layers)}, all alike)"
 
 
 def draw(training: Graph, prefill: Graph, decode: Graph) -> str:
@@ -90,13 +95,11 @@ def _blocks(training: Graph, rollout: Graph) -> list[Block]:
     for layer, group in _grouped(rows):
         modules = dict.fromkeys(node.module for row in group for node in row if node is not None)
         of_block = {module: backward.get(module, [])[::-1] for module in modules}
-        key = layer is not None and ([tuple(map(_folded, row)) for row in group], _folded_all(of_block))
-        if key and key == previous:
-            last = blocks[-1]
-            count = last.num_layers + 1
-            blocks[-1] = Block(f"{last.title.split(' (')[0]} (x {count}, all alike)", last.rows, last.backward, count)
+        key = None if layer is None else ([tuple(map(_folded, row)) for row in group], _folded_all(of_block))
+        if layer is not None and key == previous:
+            blocks[-1] = replace(blocks[-1], layers=(*blocks[-1].layers, layer))
         else:
-            blocks.append(Block("" if layer is None else f"layer {layer}", group, of_block, 1))
+            blocks.append(Block(group, of_block, () if layer is None else (layer,)))
         previous = key
     return blocks
 
