@@ -38,17 +38,17 @@ class Block:
 
 
 def draw(training: Graph, prefill: Graph, decode: Graph) -> str:
-    """SVG text. Raises nothing: a missing operator is an empty place."""
+    """SVG text. An operator that one side does not run is an empty place."""
     rollouts = {"rollout (prefill and decode)": prefill}
     if compare(prefill, decode):
         rollouts = {"rollout: prefill": prefill, "rollout: decode": decode}
     parts: list[str] = []
     y = TOP
     for title, rollout in rollouts.items():
-        y = _column_titles(parts, title, y)
+        parts += _column_titles(title, y)
         for block in _blocks(training, rollout):
             y = _block(parts, block, y)
-        y += 2 * PAD
+        y += TOP // 2
     equal = not any(compare(training, rollout) for rollout in rollouts.values())
     width = LEFT * 2 + 3 * BOX_WIDTH + 2 * GAP
     verdict = "rollout is a subgraph of the training forward" if equal else "rollout is NOT a subgraph: see red"
@@ -77,10 +77,9 @@ def _legend() -> Iterator[str]:
     yield _text(x + 17, 51, "differs", "#000000")
 
 
-def _column_titles(parts: list[str], rollout: str, y: int) -> int:
+def _column_titles(rollout: str, y: int) -> Iterator[str]:
     for column, title in enumerate(("training: saved for backward, and backward", "training: forward", rollout)):
-        parts.append(_text(_x(column), y - 10, title, "#000000", size=13, weight="bold"))
-    return y
+        yield _text(_x(column), y - 10, title, "#000000", size=13, weight="bold")
 
 
 def _blocks(training: Graph, rollout: Graph) -> list[Block]:
