@@ -206,9 +206,9 @@ def _backward_lines(node: Node, backward: dict[str, list[Node]]) -> list[tuple[s
     if match is None:
         return saved
     waiting.remove(match)
-    words = {"input": "gradient in", "internal": "inside", "output": "gradient out"}
+    words = {"input": "gradient in ", "internal": "", "output": "gradient out "}
     edges = match.edges_of("input", "internal", "output")
-    return saved + [(f"{words[e.role]} {e.tensor}: {precision_words(e)}", _colour([e])) for e in edges]
+    return saved + [(f"{words[e.role]}{e.tensor}: {precision_words(e)}", _colour([e])) for e in edges]
 
 
 def _dominant(node: Node) -> Sequence[Edge]:
