@@ -12,7 +12,7 @@ import pytest
 
 from jetrl_megatron.ops.precision_flow import Graph, compare
 from jetrl_megatron.trainer.flow_picture import RED
-from tests.support.runs import QUICKSTART, ROOT, environment
+from tests.support.runs import QUICKSTART, ROOT, TINY, environment
 
 pytestmark = pytest.mark.slow
 
@@ -63,3 +63,30 @@ def test_not_a_subgraph(tmp_path: Path) -> None:
     assert all(line in done.stderr for line in verdict["differences"])
     assert all({"module", "operator", "edge", "sides", "found"} == set(d) for d in verdict["details"])
     assert (tmp_path / "flow.svg").read_text().count(RED) > 8
+
+
+def test_a_run_with_unequal_flows_ends_before_its_first_step(tmp_path: Path) -> None:
+    """`jetrl train` refuses what the configuration shows; what only the recording shows ends the run at start-up, with
+    the differences. (Launched past the command line's own refusal.)"""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from jetrl_megatron.config import load_config\n"
+        "from jetrl_megatron.trainer.launch import launch\n"
+        "sys.exit(launch(load_config(sys.argv[1], sys.argv[3:]), Path(sys.argv[2]), 'train'))\n"
+    )
+    overrides = [*TINY, "model.init=random", "precision.train=bf16"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(QUICKSTART), str(tmp_path), *overrides],
+        env=environment(),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "PrecisionFlowError: rollout is not a subgraph" in done.stderr
+    assert "model.layers.*.self_attn.o_proj (layers 0-1)" in done.stderr
+    assert load(tmp_path / "precision_flow", "verdict.json")["subgraph"] is False
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
