@@ -1,11 +1,11 @@
-"""`jetrl train | check | schema | doctor | import-gguf`. Users' faults: one line each on stderr, exit code 2."""
+"""`jetrl train | check | precision-flow | schema | doctor | import-gguf`. Users' faults: one line each, exit code 2."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,7 @@ from jetrl_megatron.cli.hardware import find_gpus, fp8_backend
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
+from jetrl_megatron.config.preflight import check_flow_precision
 from jetrl_megatron.config.schema_doc import schema_text
 
 USER_ERROR = 2
@@ -59,9 +60,12 @@ def _prepare(config: Path, overrides: list[str] | None, run_dir: Path | None) ->
 
 
 def _require_plan(cfg: RunConfig, dims: ModelDims, emulated: bool) -> None:
-    violations = check_model(cfg, dims, emulated=emulated)
+    _refuse([*check_flow_precision(cfg), *check_model(cfg, dims, emulated=emulated)])
+
+
+def _refuse(violations: Sequence[Violation]) -> None:
     if violations:
-        raise ConfigError(violations)
+        raise ConfigError(list(violations))
 
 
 def _refuse_used_run(folder: Path) -> None:
@@ -89,7 +93,7 @@ def train(
             _refuse_used_run(folder)
         from jetrl_megatron.trainer.launch import launch  # imports torch: only once the configuration is good
 
-        raise typer.Exit(launch(cfg, folder, resume))
+        raise typer.Exit(launch(cfg, folder, "resume" if resume else "train"))
 
 
 @app.command()
@@ -100,6 +104,30 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, run_dir: 
         dims, emulated = read_dims(cfg), _emulated()
         _require_plan(cfg, dims, emulated)
         print_plan(cfg, dims, emulated)
+
+
+@app.command("precision-flow")
+def precision_flow(
+    config: ConfigArgument,
+    out: Annotated[Path, typer.Option("--out", help="folder for the graphs, the picture and the verdict")],
+    overrides: OverridesArgument = None,
+) -> None:
+    """Record the precision flow of training and of rollout: exit 0 if rollout's is part of training's, else 1."""
+    with _user_errors():
+        cfg, folder = _prepare(config, overrides, out / "run")
+        _refuse(check_model(cfg, read_dims(cfg), emulated=_emulated()))
+        from jetrl_megatron.trainer.launch import launch
+
+        raise typer.Exit(launch(_flow_only(cfg), folder, "precision-flow"))
+
+
+def _flow_only(cfg: RunConfig) -> RunConfig:
+    """The same model, layout and engine, without what has no part in the precision flow: weights from a warm start, the
+    reference model, metrics."""
+    model = cfg.model.model_copy(update={"init": "random"}) if cfg.model.init == "warmstart" else cfg.model
+    algorithm = cfg.algorithm.model_copy(update={"kl_coef": 0.0})
+    logging = cfg.logging.model_copy(update={"tensorboard": False, "wandb_project": None})
+    return cfg.model_copy(update={"model": model, "algorithm": algorithm, "logging": logging})
 
 
 @app.command()

@@ -54,6 +54,16 @@ def preflight(cfg: RunConfig, run_dir: Path) -> None:
         raise ConfigError(faults)
 
 
+def check_flow_precision(cfg: RunConfig) -> list[Violation]:
+    """Unequal precisions that the check at start-up would refuse, known before anything is started."""
+    precision = cfg.precision
+    if precision.train == precision.rollout or precision.flow_check == "warn":
+        return []
+    value = f"error with precision.train={precision.train}, precision.rollout={precision.rollout}"
+    rule = "training and rollout run one precision flow"
+    return [Violation("precision.flow_check", value, rule, "make them equal, or set precision.flow_check=warn")]
+
+
 def _model_faults(cfg: RunConfig, folder: Path, dims: ModelDims) -> Iterator[Violation]:
     yield from check_tensors(folder, dims)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):

@@ -77,6 +77,9 @@ class PrecisionConfig(Section):
     misaligned: Literal["error", "shard_local"] = _f(
         "error", "tensor-parallel shards that cut a 1x128 activation block: refuse, or quantize per shard"
     )
+    flow_check: Literal["error", "warn"] = _f(
+        "error", "at start-up, rollout's precision flow must be part of the training forward's: refuse, or only say so"
+    )
 
 
 class ParallelConfig(Section):
@@ -282,6 +285,11 @@ class RunConfig(Section):
                 f"mismatch.require_exact: true with precision.train={self.precision.train}, "
                 f"precision.rollout={self.precision.rollout}; rule: exact needs one precision on both sides; "
                 "fix: make them equal or set mismatch.require_exact=false"
+            )
+        if self.require_exact and self.precision.flow_check == "warn":
+            raise ValueError(
+                "precision.flow_check: warn; rule: where exactness is required, unequal flows are an error; "
+                "fix: flow_check=error or mismatch.require_exact=false"
             )
         if self.require_exact and self.precision.granularity == "tensor" and self.precision.train == "fp8":
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+QUANTIZER = "amax448-rne"  # the contract of docs/numerics.md, section 1
 BLOCK = 128  # elements of one scale group along the contraction dimension, and rows of one weight block
 
 Granularity = Literal["block", "tensor", "channel"]
@@ -46,11 +47,13 @@ class Fp8Tensor:
 
     data: [M, K] E4M3. scale: [M, ceil(K/128)] fp32, one per row and 128-wide group: the emulated backend keeps every
     granularity in this row-expanded form (`compact_weight_scale` gives a weight's [ceil(M/128), ceil(K/128)] grid).
+    quantizer: the contract by which data and scale were made.
     """
 
     data: Tensor
     scale: Tensor
     format: Fp8Format
+    quantizer: str = QUANTIZER
 
     @property
     def shape(self) -> torch.Size:

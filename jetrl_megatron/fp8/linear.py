@@ -22,6 +22,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_transposed, prepare_weight, quantized_matmul
 from jetrl_megatron.fp8.quantize import GridSlice, quantize_columns, quantize_rows
+from jetrl_megatron.fp8.recorder import differentiated, note
 
 
 @dataclass
@@ -46,7 +47,14 @@ class Fp8Weight:
 
 def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
     """FProp without autograd: x [T, K] bf16 -> [T, N], the fp32 accumulator rounded once to `dtype`."""
-    return quantized_matmul(x, weight.fprop, num_segments, dtype)[0]
+    return _fprop(x, weight, num_segments, dtype)[0]
+
+
+def _fprop(x: Tensor, weight: Fp8Weight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
+    y, quantized = quantized_matmul(x, weight.fprop, num_segments, dtype)
+    note("internal", "x", quantized)
+    note("internal", "accumulator", torch.float32)
+    return y, quantized
 
 
 def fp8_linear(
@@ -67,6 +75,7 @@ def fp8_linear(
     return fp8_matmul(x, weight, num_segments, dtype)
 
 
+@differentiated
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -79,14 +88,16 @@ class _Fp8Linear(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x = x.detach()
-        y, quantized = quantized_matmul(x, weight.fprop, num_segments, dtype)
+        y, quantized = _fprop(x, weight, num_segments, dtype)
         ctx.weight, ctx.recipe, ctx.master, ctx.dtype = weight, recipe, master, x.dtype
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(x)
+            note("saved", "x", x)
         else:
             columnwise = recipe.saved_activation == "columnwise"
             saved = quantize_columns(x, recipe.format) if columnwise else quantized
             ctx.save_for_backward(saved.data, saved.scale)
+            note("saved", "x along tokens" if columnwise else "x", saved)
         return y
 
     @staticmethod
@@ -104,12 +115,17 @@ class _Fp8Linear(torch.autograd.Function):
 def _dgrad(dy: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
     """dY [T, N] -> dX [T, K] in dY's dtype."""
     if recipe.dgrad == "bf16":
+        note("internal", "dy of DGrad", dy)
+        note("internal", "weight of DGrad", master.to(dy.dtype))
         return dy @ master.to(dy.dtype)
     prepared = weight.dgrad
     if prepared.order is not None:
         order = prepared.order
         dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], torch.zeros((), dtype=dy.dtype))
-    return gemm_nt(quantize_rows(dy, recipe.format), prepared).to(dy.dtype)
+    quantized = quantize_rows(dy, recipe.format)
+    note("internal", "dy of DGrad", quantized)
+    note("internal", "weight of DGrad", weight)
+    return gemm_nt(quantized, prepared).to(dy.dtype)
 
 
 def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
@@ -121,12 +137,16 @@ def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
         if recipe.saved_activation == "columnwise":
             x = x.t()
     if recipe.wgrad == "bf16":
+        note("internal", "dy of WGrad", dy)
+        note("internal", "x of WGrad", x)
         return dy.float().t() @ x.float()
     dy_t = quantize_columns(dy, recipe.format)
     if recipe.saved_activation == "columnwise":
         x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
     else:
         x_t = quantize_columns(x, recipe.format)
+    note("internal", "dy of WGrad", dy_t)
+    note("internal", "x of WGrad", x_t)
     return gemm_nt(dy_t, prepare_weight(x_t))
 
 
@@ -137,5 +157,6 @@ def accumulate_main_grad(master: Tensor, dw: Tensor) -> Tensor:
     if main_grad is None:
         return dw.to(master.dtype)
     main_grad.add_(dw)
+    note("output", "dweight", main_grad)
     master.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.zeros((), dtype=master.dtype).expand_as(master)

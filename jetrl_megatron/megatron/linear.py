@@ -112,7 +112,7 @@ class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
             y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe)
         else:
             y = ops.linear(input, weight, self.exact_weight())
-        return y if bias is None else y + bias
+        return y if bias is None else ops.bias_add(y, bias)
 
 
 class PreciseRowParallelLinear(_PreciseLinear, RowParallelLinear):

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -36,7 +35,7 @@ from jetrl_megatron.megatron.linear import (
     PreciseColumnParallelLinear,
     PreciseRowParallelLinear,
 )
-from jetrl_megatron.megatron.modules import CoreAttention, RMSNorm, RopeSelfAttention, SwiGLU
+from jetrl_megatron.megatron.modules import CoreAttention, RMSNorm, RopeSelfAttention, SwiGLU, residual_add
 from jetrl_megatron.megatron.moe import ExactRouter, FixedOrderMoELayer, GroupedExperts, SequentialExperts
 from jetrl_megatron.weights.plan import ConversionPlan, shift_expert, shift_layer
 from jetrl_megatron.weights.rules import Rule
@@ -149,10 +148,10 @@ def layer_spec(dims: ModelDims, grouped_experts: bool) -> ModuleSpec:
             self_attention=ModuleSpec(
                 module=RopeSelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
             ),
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=residual_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=feed_forward,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=residual_add,
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +55,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rmsnorm(x, self.weight, self.eps)
+
+
+def residual_add(_training: bool, _fused: bool) -> Callable[..., Tensor]:
+    """In the place of Megatron's bias_dropout_add, whose bias and dropout our models do not have."""
+
+    def add(output_with_bias: tuple[Tensor, None], residual: Tensor, _dropout: float) -> Tensor:
+        return ops.residual_add(output_with_bias[0], residual)
+
+    return add
 
 
 class SwiGLU(nn.Module):

@@ -4,6 +4,7 @@ from jetrl_megatron.ops.attention import packed_attention, paged_attention
 from jetrl_megatron.ops.operators import (
     ExactWeight,
     add_rmsnorm,
+    bias_add,
     embedding,
     fp8_grouped_linear,
     fp8_linear,
@@ -27,6 +28,7 @@ __all__ = [
     "ExactWeight",
     "RopeTable",
     "add_rmsnorm",
+    "bias_add",
     "embedding",
     "fp8_grouped_linear",
     "fp8_linear",

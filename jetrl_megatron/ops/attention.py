@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops.kernels import kernels
 from jetrl_megatron.ops.recorder import operator
 
 
-@operator("attention")
+@operator("attention", k_pool="k", v_pool="v")
 def paged_attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: Sequence[int], kv_len: Tensor, scale: float
 ) -> Tensor:
@@ -44,12 +45,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, cu: list[int], scale: float) -> Te
     return o
 
 
+@differentiated
 class _PackedAttention(torch.autograd.Function):
     """Exact forward; backward is that of torch's fp32 scaled_dot_product_attention on padded groups of sequences."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu: list[int], scale: float) -> Tensor:
         ctx.save_for_backward(q, k, v)
+        note("saved", "q, k, v", (q, k, v))
         ctx.cu, ctx.scale = cu, scale
         return _forward(q, k, v, cu, scale)
 

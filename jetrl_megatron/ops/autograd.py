@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl_megatron.fp8.recorder import differentiated, note
+
 
 def differentiable(forward: Callable[..., Tensor], surrogate: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """`forward(*tensors)`, differentiated as `surrogate(*tensors)`: the same function in stock torch operators, run
@@ -19,11 +21,13 @@ def differentiable(forward: Callable[..., Tensor], surrogate: Callable[..., Tens
         return forward(*tensors)
 
 
+@differentiated
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, forward: Callable[..., Tensor], surrogate: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         ctx.surrogate = surrogate
         ctx.save_for_backward(*tensors)
+        note("saved", "inputs", tensors)
         return forward(*tensors)
 
     @staticmethod

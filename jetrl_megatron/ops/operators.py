@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_megatron.fp8 import Fp8Recipe
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
+from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.autograd import differentiable
 from jetrl_megatron.ops.kernels import kernels
@@ -56,6 +57,12 @@ def residual_add(x: Tensor, residual: Tensor) -> Tensor:
     return x + residual
 
 
+@operator("bias_add")
+def bias_add(x: Tensor, bias: Tensor) -> Tensor:
+    """A linear's bias: one bf16 add, after the linear's rounding. x [..., N], bias [N]."""
+    return x + bias
+
+
 @operator("rope")
 def rope(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
     """Rotate x [T, h, D] by positions [T] (half-split layout)."""
@@ -93,7 +100,7 @@ def fp8_linear(
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-@operator("fp8_grouped_linear")
+@operator("fp8_linear", weights="weight")
 def fp8_grouped_linear(
     x: Tensor,
     num_rows: Sequence[int],
@@ -144,7 +151,7 @@ def row_parallel_linear(x: Tensor, master: Tensor, weight: ExactWeight, maximum:
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
-@operator("grouped_linear")
+@operator("linear")
 def grouped_linear(
     x: Tensor, num_rows: Sequence[int], masters: Sequence[Tensor], weights: Sequence[ExactWeight]
 ) -> Tensor:
@@ -210,12 +217,14 @@ def _apply_linear(forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor
     return forward(x)
 
 
+@differentiated
 class _ExactLinear(torch.autograd.Function):
     """Exact fp32 output; gradients are bf16 GEMMs, dW in fp32 into `main_grad` where that exists."""
 
     @staticmethod
     def forward(ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        note("saved", "x", x)
         ctx.master = master
         return forward(x)
 

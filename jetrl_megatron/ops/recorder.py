@@ -1,81 +1,56 @@
-"""The precision-flow recorder: which operator ran in which module, and with what precision on its edges.
+"""Who is recorded: public functions of `ops` by `@operator(name)`, modules by `attach(root, canonical_name)`.
 
-Operators announce themselves by `@operator(name)`; modules by `attach(root, canonical_name)`, which keeps a stack of
-module paths through forward hooks. Recording is off unless `record()` is active, and then costs one list append a call.
+The recorder itself is `fp8/recorder.py`, below the linears that note their FP8 edges on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
+from jetrl_megatron.fp8.recorder import Edge, Node, Recording, modules, node, note, num_recorded, record, recording
 from jetrl_megatron.ops.timing import timed
+
+__all__ = ["Edge", "Node", "Recording", "attach", "operator", "record", "recording"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
-@dataclass(frozen=True)
-class Edge:
-    """Precision of one tensor: dtype, and for FP8 the granularity and scale format."""
-
-    dtype: str
-    granularity: str | None = None
-    scale_format: str | None = None
+_MASTERS = ("master", "masters")
+EMBEDDING = "embedding"
 
 
-@dataclass(frozen=True)
-class OperatorCall:
-    """One executed operator. module: canonical (Hugging Face) module path, '' outside any attached module."""
+def operator(name: str, **names: str) -> Callable[[F], F]:
+    """Mark a public function of `ops` as an operator: its tensor arguments and results become edges, its time is kept
+    by `timing`. names: edge name of a parameter, where the two callers call it differently.
 
-    operator: str
-    module: str
-    inputs: tuple[Edge, ...]
-    outputs: tuple[Edge, ...]
-    kernels: str
-
-
-class Recording(list[OperatorCall]):
-    """Calls in the order in which they ran."""
-
-
-_recording: list[Recording] = []
-_modules: list[str] = []
-
-
-@contextlib.contextmanager
-def record() -> Iterator[Recording]:
-    """Record every operator call of this process inside the block."""
-    recording = Recording()
-    _recording.append(recording)
-    try:
-        yield recording
-    finally:
-        _recording.pop()
-
-
-def recording() -> bool:
-    return bool(_recording)
-
-
-def operator(name: str) -> Callable[[F], F]:
-    """Mark a public function of `ops` as an operator; its tensor arguments and results become edges, its time is kept
-    by `timing`."""
+    `master`, the parameter that a quantized weight was made from, is an edge (named weight) only where no FP8 weight
+    stands for it."""
 
     def decorate(function: F) -> F:
         function = timed(name)(function)
+        parameters = list(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            result = function(*args, **kwargs)
-            if _recording:
-                outputs = result if isinstance(result, tuple) else (result,)
-                note(name, [*args, *kwargs.values()], outputs)
+            if not recording():
+                return function(*args, **kwargs)
+            from jetrl_megatron.ops.kernels import kernels
+
+            given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+            quantized = any(_is_fp8_weight(value) for value in given.values())
+            with node(name, kernels().__name__.rsplit(".", 1)[-1]):
+                for parameter, value in given.items():
+                    if parameter not in _MASTERS:
+                        note("input", names.get(parameter, parameter), value)
+                    elif not quantized:
+                        note("input", "weight", value)
+                result = function(*args, **kwargs)
+                note("output", "y", result)
             return result
 
         return call  # type: ignore[return-value]
@@ -83,49 +58,58 @@ def operator(name: str) -> Callable[[F], F]:
     return decorate
 
 
-def note(name: str, inputs: Any, outputs: Any) -> None:
-    """Append one call to the active recording."""
-    from jetrl_megatron.ops.kernels import kernels
-
-    module = _modules[-1] if _modules else ""
-    used = kernels().__name__.rsplit(".", 1)[-1]
-    call = OperatorCall(name, module, _edges(inputs), _edges(outputs), used)
-    for active in _recording:
-        active.append(call)
+def _is_fp8_weight(value: Any) -> bool:
+    return any(hasattr(item, "quantized") for item in (value if isinstance(value, list | tuple) else (value,)))
 
 
-def _edges(values: Any) -> tuple[Edge, ...]:
-    edges = []
-    for value in values:
-        if isinstance(value, list | tuple) and value:
-            value = value[0]  # one edge for a group of alike weights
-        if isinstance(value, Tensor) and value.is_floating_point():
-            edges.append(Edge(str(value.dtype).removeprefix("torch.")))
-        elif hasattr(value, "quantized"):  # fp8.linear.Fp8Weight
-            fmt = value.quantized.format
-            edges.append(Edge("float8_e4m3fn", fmt.granularity, fmt.scale_format))
-    return tuple(edges)
+@contextlib.contextmanager
+def attach(root: nn.Module, canonical_name: Callable[[str], str | None]) -> Iterator[None]:
+    """Inside the block the canonical path of every submodule is known while its forward runs. canonical_name: our
+    module path -> Hugging Face path, or None for modules that have none (their operators belong to the enclosing one).
 
-
-def attach(root: nn.Module, canonical_name: Callable[[str], str | None]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Push the canonical path of every submodule for the time of its forward. canonical_name: our module path ->
-    Hugging Face path, or None for modules that have none (their calls belong to the enclosing one)."""
+    Modules without any parameters (activation, rope, attention kernel) have no name either. A module with parameters of
+    its own that ran without any of our operators is recorded as `stock CLASS` (an embedding
+    as `embedding`: a lookup computes nothing), under its own path where it has no canonical one."""
     handles = []
     for path, module in root.named_modules():
-        name = canonical_name(path)
+        if next(module.parameters(), None) is None:
+            continue
+        holds_parameters = next(module.parameters(recurse=False), None) is not None
+        name = canonical_name(path) or (path if holds_parameters else None)
         if name is None:
             continue
-        handles.append(module.register_forward_pre_hook(_pusher(name)))
-        handles.append(module.register_forward_hook(_pop, always_call=True))
-    return handles
+        watch = _Watch(name, holds_parameters)
+        handles.append(module.register_forward_pre_hook(watch.enter))
+        handles.append(module.register_forward_hook(watch.leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _pusher(name: str) -> Callable[[nn.Module, Any], None]:
-    def push(_module: nn.Module, _args: Any) -> None:
-        _modules.append(name)
+class _Watch:
+    """The forward hooks of one module."""
 
-    return push
+    def __init__(self, name: str, holds_parameters: bool) -> None:
+        self._name, self._holds_parameters = name, holds_parameters
+        self._before: list[int] = []
+
+    def enter(self, _module: nn.Module, _args: Any) -> None:
+        modules.append(self._name)
+        self._before.append(num_recorded())
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._before.pop() == num_recorded() and self._holds_parameters and output is not None:
+            stock = type(module).__name__
+            with node(EMBEDDING if stock.endswith("Embedding") else f"stock {stock}", "stock"):
+                note("input", "x", args)
+                for name, parameter in module.named_parameters(recurse=False):
+                    note("input", name, parameter)
+                note("output", "y", _tensors(output))
+        modules.pop()
 
 
-def _pop(_module: nn.Module, _args: Any, _output: Any) -> None:
-    _modules.pop()
+def _tensors(output: Any) -> tuple[Tensor, ...]:
+    values = output if isinstance(output, list | tuple) else (output,)
+    return tuple(value for value in values if isinstance(value, Tensor))

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.samples import FinishReason
 from jetrl_megatron.weights.bundle import Bundle
 
@@ -67,6 +68,9 @@ class RolloutEngine(Protocol):
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Prefill log-probs of tokens 1.. of each sequence at temperature 1."""
 
+    def record_flow(self, request: Request) -> list[Graph]:
+        """Precision-flow graphs (prefill, decode) of every rank while `request` is answered."""
+
     def shutdown(self) -> None:
         """Stop the engine and all its processes."""
 
@@ -88,6 +92,11 @@ class EngineSpec:
     log_file: Path
     expert_parallel: int = 1
     record_routes: bool = False
+
+    @property
+    def flow_folder(self) -> Path:
+        """Exists while the engine is asked for its precision-flow graphs."""
+        return self.log_file.with_suffix(".flow")
 
     def server_args(self) -> dict[str, Any]:
         """Keyword arguments of `sglang.Engine`."""

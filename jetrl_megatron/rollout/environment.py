@@ -9,6 +9,7 @@ from pathlib import Path
 SHIMS = Path(__file__).parent / "shims"
 ENGINE_FLAG = "JETRL_ENGINE"  # set in every process of an engine of ours
 OPERATOR_TIMES = "JETRL_OPERATOR_TIMES"  # folder in which engines keep seconds per operator; unset: they are not timed
+PRECISION_FLOW = "JETRL_PRECISION_FLOW"  # folder that asks this engine for its precision-flow graphs while it exists
 
 
 def is_engine_process() -> bool:
@@ -20,6 +21,12 @@ def operator_times_file() -> Path | None:
     """Where this engine process writes its operator times, if it is asked to."""
     folder = os.environ.get(OPERATOR_TIMES)
     return Path(folder) / f"{os.getpid()}.json" if folder else None
+
+
+def precision_flow_folder() -> Path | None:
+    """Where this engine process looks for requests to record itself; None in engines without a host of ours."""
+    folder = os.environ.get(PRECISION_FLOW)
+    return Path(folder) if folder else None
 
 
 def engine_threads() -> int:

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request
+from jetrl_megatron.rollout.flow import read_graphs, requested
 
 
 def main() -> None:
@@ -56,6 +58,7 @@ class _Host:
     def __init__(self, spec: EngineSpec) -> None:
         import sglang
 
+        self.spec = spec
         self.engine = sglang.Engine(**spec.server_args())
         self._routes_shape: tuple[int, int, int] | None = None
         if spec.record_routes:
@@ -97,6 +100,16 @@ class _Host:
             logprob_start_len=0,
         )
         return [[entry[0] for entry in o["meta_info"]["input_token_logprobs"][1:]] for o in outputs]
+
+    def record_flow(self, request: Request) -> list[Graph]:
+        folder = self.spec.flow_folder
+        with requested(folder):
+            self.engine.generate(
+                input_ids=list(request.token_ids),
+                sampling_params={**_sampling_params(request), "ignore_eos": True},
+                return_logprob=True,
+            )
+            return read_graphs(folder, self.spec.tensor_parallel, timeout_s=60)
 
     def pids(self, _argument: None) -> list[int]:
         """Process ids of the engine's children, for supervision tests."""

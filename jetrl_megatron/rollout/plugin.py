@@ -19,7 +19,13 @@ from torch import Tensor
 from jetrl_megatron import ops
 from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.ops.timing import start_operator_times
-from jetrl_megatron.rollout.environment import engine_threads, is_engine_process, operator_times_file
+from jetrl_megatron.rollout.environment import (
+    engine_threads,
+    is_engine_process,
+    operator_times_file,
+    precision_flow_folder,
+)
+from jetrl_megatron.rollout.flow import FlowRecorder
 from jetrl_megatron.rollout.sampler import sample_tokens
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
 
@@ -63,11 +69,16 @@ def _register_operator_hooks() -> None:
         "layers.sampler.Sampler.forward": _sampler(operator_times_file()),
         "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
     }
-    around = {
+    around: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
         "model_executor.model_runner.ModelRunner.load_model": _check_model,
         "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__": _moe_block,
     }
+    folder = precision_flow_folder()
+    if folder is not None:
+        flow = FlowRecorder(folder)
+        around["model_executor.model_runner.ModelRunner.forward"] = flow.forward
+        around["layers.sampler.Sampler.forward"] = flow.sample
     if not torch.cuda.is_available():
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 

@@ -157,7 +157,7 @@ class Fp8LinearMethod(LinearMethodBase):
             y = self._row_parallel(layer, x)
         else:
             y = ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe)
-        return y if bias is None else y + bias
+        return y if bias is None else ops.bias_add(y, bias)
 
     def _row_parallel(self, layer: Any, x: Tensor) -> Tensor:
         _, size = get_group_rank_size(layer.tp_group)
@@ -189,7 +189,7 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
                 y = torch.zeros_like(y)
         else:
             y = ops.linear(x, layer.weight, cached[1])
-        return y if bias is None else y + bias
+        return y if bias is None else ops.bias_add(y, bias)
 
 
 class Fp8Config(JetrlConfig):

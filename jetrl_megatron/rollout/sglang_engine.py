@@ -14,8 +14,9 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
+from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.rollout.engine import Completion, EngineDiedError, EngineRefusedError, EngineSpec, Request
-from jetrl_megatron.rollout.environment import engine_environment
+from jetrl_megatron.rollout.environment import PRECISION_FLOW, engine_environment
 from jetrl_megatron.weights.bundle import Bundle
 
 
@@ -32,7 +33,10 @@ class SglangEngine:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "jetrl_megatron.rollout.host", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
-                env=engine_environment(spec.num_threads, spec.tensor_parallel),
+                env={
+                    **engine_environment(spec.num_threads, spec.tensor_parallel),
+                    PRECISION_FLOW: str(spec.flow_folder.absolute()),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -56,6 +60,10 @@ class SglangEngine:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         scores: list[list[float]] = self._call("score", [list(s) for s in sequences])
         return scores
+
+    def record_flow(self, request: Request) -> list[Graph]:
+        graphs: list[Graph] = self._call("record_flow", request)
+        return graphs
 
     def load_weights(self, bundle: Bundle) -> None:
         digest = self._call("load_weights", (str(bundle.path), bundle.version))
@@ -137,6 +145,11 @@ class EnginePool:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._on_all(lambda i: self._engines[i].score(sequences) if i == 0 else [])[0]
+
+    def record_flow(self, request: Request) -> list[Graph]:
+        """Graphs of all ranks of all engines."""
+        answers = self._on_all(lambda i: self._engines[i].record_flow(request))
+        return [graph for answer in answers for graph in answer]
 
     def load_weights(self, bundle: Bundle) -> None:
         self._on_all(lambda i: self._engines[i].load_weights(bundle))

@@ -13,6 +13,11 @@ INITIAL_MODEL = "initial_model"
 ENGINE_MODEL = "engine_model"
 HF_EXPORT = "hf"
 LOGS = "logs"
+PRECISION_FLOW = "precision_flow"  # folder of the four files below
+TRAIN_GRAPH = "train.json"
+ROLLOUT_GRAPHS = "rollout.json"
+VERDICT = "verdict.json"
+FLOW_PICTURE = "flow.svg"
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -12,20 +12,19 @@ from pathlib import Path
 
 from jetrl_megatron.config import RunConfig, dump_config
 from jetrl_megatron.trainer.files import CONFIG_FILE, write_atomic
+from jetrl_megatron.trainer.worker import Task, run
 
 
-def launch(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
+def launch(cfg: RunConfig, run_dir: Path, task: Task) -> int:
     """Run to the end. Returns the exit code: 0 done, 2 a user's error, 1 a failure."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        from jetrl_megatron.trainer.worker import run
-
-        return run(cfg, run_dir, resume)
+        return run(cfg, run_dir, task)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir / CONFIG_FILE, dump_config(cfg))
-    return _supervise(cfg, run_dir, resume)
+    return _supervise(cfg, run_dir, task)
 
 
-def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
+def _supervise(cfg: RunConfig, run_dir: Path, task: Task) -> int:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -44,7 +43,7 @@ def _supervise(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
         monitor_interval=0.2,
         logs_specs=DefaultLogsSpecs(),
     )
-    arguments = ["-m", "jetrl_megatron.trainer.worker", str(run_dir)] + (["--resume"] if resume else [])
+    arguments = ["-m", "jetrl_megatron.trainer.worker", str(run_dir), task]
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stop:

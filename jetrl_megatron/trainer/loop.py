@@ -11,6 +11,7 @@ from jetrl_megatron.trainer import files
 from jetrl_megatron.trainer.generation import evaluate, rollout, score, share
 from jetrl_megatron.trainer.memory import run_pss_bytes
 from jetrl_megatron.trainer.phases import Phases
+from jetrl_megatron.trainer.precision_flow import check_at_start
 from jetrl_megatron.trainer.session import Session
 from jetrl_megatron.trainer.step_metrics import mismatch_metrics, rates, sample_metrics
 from jetrl_megatron.trainer.update import attach_logprobs, make_batches, update_policy
@@ -19,9 +20,11 @@ StepCallback = Callable[[int, dict[str, Any]], None]
 
 
 def train(session: Session, on_step: StepCallback) -> None:
-    """Run all remaining steps. Raises MismatchError, SyncError, FloatingPointError, EngineDiedError."""
+    """Run all remaining steps. Raises PrecisionFlowError, MismatchError, SyncError, FloatingPointError,
+    EngineDiedError."""
     cfg = session.cfg
     session.sync.publish(session.policy.precision.version.value)
+    check_at_start(session)
     for step in range(session.first_step, cfg.trainer.num_steps + 1):
         phases = Phases(session.run_dir if session.ranks.is_main else None, step)
         with phases("rollout"):

@@ -1,4 +1,4 @@
-"""One training rank: session, loop, export, report. Run as `python -m jetrl_megatron.trainer.worker RUN_DIR`."""
+"""One training rank: session, loop, export, report. Run as `python -m jetrl_megatron.trainer.worker RUN_DIR TASK`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from jetrl_megatron.config import ConfigError, RunConfig, dump_config, load_config
 from jetrl_megatron.trainer import files
 
+Task = Literal["train", "resume", "precision-flow"]
 
-def run(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
-    """Train on this rank. Returns 0, 2 for a user's error, 1 for a named failure (message on stderr)."""
+
+def run(cfg: RunConfig, run_dir: Path, task: Task) -> int:
+    """Do the task on this rank. Returns 0, 2 for a user's error, 1 for a named failure (message on stderr)."""
     from jetrl_megatron.rl.mismatch import MismatchError
     from jetrl_megatron.rollout.engine import EngineDiedError
     from jetrl_megatron.sync.weight_sync import SyncError
+    from jetrl_megatron.trainer.precision_flow import PrecisionFlowError
 
     main = os.environ["RANK"] == "0"
     logging.basicConfig(level=logging.INFO if main else logging.WARNING, format="%(message)s", stream=sys.stderr)
@@ -29,10 +32,13 @@ def run(cfg: RunConfig, run_dir: Path, resume: bool) -> int:
         run_dir.mkdir(parents=True, exist_ok=True)
         files.write_atomic(run_dir / files.CONFIG_FILE, dump_config(cfg))
     try:
-        _train(cfg, run_dir, resume)
+        if task == "precision-flow":
+            _precision_flow(cfg, run_dir)
+        else:
+            _train(cfg, run_dir, resume=task == "resume")
     except (ConfigError, ValueError) as error:
         return _fail(main, str(error), 2)
-    except (MismatchError, SyncError, EngineDiedError, FloatingPointError) as error:
+    except (PrecisionFlowError, MismatchError, SyncError, EngineDiedError, FloatingPointError) as error:
         return _fail(main, f"{type(error).__name__}: {error}", 1)
     return 0
 
@@ -74,6 +80,25 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     shutdown()
 
 
+def _precision_flow(cfg: RunConfig, run_dir: Path) -> None:
+    """Record and compare, no training. The results go beside the run folder."""
+    from jetrl_megatron.megatron.groups import shutdown
+    from jetrl_megatron.trainer.precision_flow import PrecisionFlowError, check_flow
+    from jetrl_megatron.trainer.session import open_session
+
+    session = open_session(cfg, run_dir, resume=False)
+    try:
+        session.sync.publish(session.policy.precision.version.value)
+        differences = check_flow(session, run_dir.parent)
+        if differences:
+            raise PrecisionFlowError(differences)
+        if session.ranks.is_main:
+            print("precision flow: rollout is a subgraph of the training forward")
+    finally:
+        session.close()
+    shutdown()
+
+
 def _take_children_along() -> None:
     """A small process waits for this rank to end, however it ends, and then kills what is left of its process group:
     checkpoint writing starts a server process that would otherwise outlive a SIGKILL."""
@@ -96,7 +121,7 @@ def main() -> Any:
     _take_children_along()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed supervisor takes its ranks along
     run_dir = Path(sys.argv[1])
-    sys.exit(run(load_config(run_dir / files.CONFIG_FILE, []), run_dir, "--resume" in sys.argv[2:]))
+    sys.exit(run(load_config(run_dir / files.CONFIG_FILE, []), run_dir, cast(Task, sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def _cells(line: str) -> list[str]:
 
 def test_check_tells_the_block_layout_of_each_side(good: Path) -> None:
     """Hidden 128, q 4 x 32: o_proj at TP 2 has K = 64 a rank, half a block, so the engine side is refused."""
-    done = jetrl("check", str(good), "rollout.tensor_parallel=2", "parallel.tp_invariant=false", "precision.train=bf16")
+    mixed = ("precision.train=bf16", "precision.flow_check=warn")
+    done = jetrl("check", str(good), "rollout.tensor_parallel=2", "parallel.tp_invariant=false", *mixed)
     assert_user_error(done, "rollout.tensor_parallel: 2 with self_attn.o_proj [128, 128]", "TP sizes that work: 1")
 
 
@@ -100,6 +101,8 @@ def test_check_tells_the_block_layout_of_each_side(good: Path) -> None:
         (["reward.kind=oops"], ['reward.kind: "oops"']),
         (["parallel.expert=2"], ["parallel.expert: 2", "dense model"]),
         (["parallel.pipeline=3"], ["parallel.pipeline: 3", "use one of [1, 2]"]),
+        (["precision.train=bf16"], ["precision.flow_check: error", "precision.flow_check=warn"]),
+        (["precision.flow_check=warn"], ["precision.flow_check: warn", "mismatch.require_exact=false"]),
         (["rollout.max_total_tokens=100"], ["rollout.max_total_tokens: 100", "520"]),
     ],
 )
@@ -139,8 +142,8 @@ def test_train_hands_configuration_folder_and_resume_to_launch(good: Path, tmp_p
     code = (
         "import sys, types\n"
         "module = types.ModuleType('jetrl_megatron.trainer.launch')\n"
-        "def launch(cfg, run_dir, resume):\n"
-        "    print(cfg.trainer.num_steps, run_dir, resume)\n"
+        "def launch(cfg, run_dir, task):\n"
+        "    print(cfg.trainer.num_steps, run_dir, task)\n"
         "    return 7\n"
         "module.launch = launch\n"
         "sys.modules['jetrl_megatron.trainer'] = types.ModuleType('jetrl_megatron.trainer')\n"
@@ -149,7 +152,29 @@ def test_train_hands_configuration_folder_and_resume_to_launch(good: Path, tmp_p
         "app(sys.argv[1:])\n"
     )
     done = jetrl("train", str(good), "trainer.num_steps=3", "name=mine", "--resume", code=code)
-    assert (done.returncode, done.stdout) == (7, f"3 {Path('runs') / 'mine'} True\n"), done.stderr
+    assert (done.returncode, done.stdout) == (7, f"3 {Path('runs') / 'mine'} resume\n"), done.stderr
+
+
+def test_precision_flow_starts_the_same_model_without_warm_start(tmp_path: Path) -> None:
+    """Unequal precisions are allowed here: telling what differs is what the command is for. The results' folder holds
+    the run's; the exit code is the launcher's."""
+    code = (
+        "import sys, types\n"
+        "module = types.ModuleType('jetrl_megatron.trainer.launch')\n"
+        "def launch(cfg, run_dir, task):\n"
+        "    print(cfg.model.init, cfg.precision.train, cfg.logging.tensorboard, run_dir, task)\n"
+        "    return 1\n"
+        "module.launch = launch\n"
+        "sys.modules['jetrl_megatron.trainer'] = types.ModuleType('jetrl_megatron.trainer')\n"
+        "sys.modules['jetrl_megatron.trainer.launch'] = module\n"
+        "from jetrl_megatron.cli.main import app\n"
+        "app(sys.argv[1:])\n"
+    )
+    config = str(ROOT / "configs" / "quickstart.yaml")
+    done = jetrl("precision-flow", config, "--out", str(tmp_path), "precision.train=bf16", code=code)
+    expected = f"random bf16 False {tmp_path / 'run'} precision-flow\n"
+    assert (done.returncode, done.stdout) == (1, expected), done.stderr
+    assert_user_error(jetrl("precision-flow", config, "--out", str(tmp_path), "parallel.pipeline=3"), "pipeline: 3")
 
 
 def test_schema_lists_keys_with_defaults() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from jetrl_megatron.config.schema import OptimizerConfig, ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe
 from jetrl_megatron.megatron.checkpoint import TrainerState, load_checkpoint, save_checkpoint
+from jetrl_megatron.megatron.flow import canonical_name
 from jetrl_megatron.megatron.gather import export_bf16
 from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
@@ -19,7 +20,8 @@ from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.moe import record_routes
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
 from jetrl_megatron.megatron.step import compute_logprobs
-from jetrl_megatron.ops.recorder import Edge, record
+from jetrl_megatron.ops.precision_flow import Graph, compare
+from jetrl_megatron.ops.recorder import attach, record
 from tests.support.models import assert_same_bits
 from tests.support.oracles import rel_error
 from tests.support.policies import (
@@ -97,20 +99,19 @@ def test_against_transformers(single_process: None, model: Path) -> None:
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_grouped_and_sequential_experts_have_the_same_bits(single_process: None, model: Path, fp8: bool) -> None:
-    """Log-probs and all gradients of the two forms of the experts are bitwise equal."""
+    """Log-probs and all gradients of the two forms of the experts are bitwise equal; so are their precision flows."""
     seqs, found = sequences(509), []
+    flows: list[Graph] = []
     for grouped in (True, False):
         policy = policy_of(model, fp8, None if fp8 else BF16, grouped_experts=grouped)
-        with record() as calls:
+        with record() as nodes, attach(policy.model, lambda path: canonical_name(path, 0)):
             logprobs = run(policy)
-        ran = {call.operator for call in calls}
-        assert ran.isdisjoint({"fp8_grouped_linear", "grouped_linear"}) is not grouped
-        assert {"router", "route", "moe_combine"} <= ran
-        if fp8 and grouped:
-            edge = Edge("float8_e4m3fn", "block", "fp32")
-            assert all(edge in call.inputs for call in calls if call.operator == "fp8_grouped_linear")
+        flows.append(Graph.of("training", nodes))
+        assert {"router", "route", "moe_combine"} <= {node.operator for node in nodes}
         trainable = make_trainable(policy, OptimizerConfig(), 1)
         found.append((logprobs, gradients(trainable, micro_batches(seqs, 2, 1.0, 1, equal=False), 200)))
+    assert len(flows[0].nodes) < len(flows[1].nodes)
+    assert compare(*flows) == []
     (ours, grads), (theirs, others) = found
     assert torch.equal(ours, theirs)
     assert grads.keys() == others.keys()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetrl_megatron.config.schema import OptimizerConfig, ParallelConfig
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8.format import QUANTIZER
 from jetrl_megatron.megatron.gather import export_bf16, export_fp8
 from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
@@ -105,8 +106,8 @@ def test_logprobs(single_process: None, model: Path, hf_model: Any) -> None:
     operators = [call.operator for call in calls]
     assert operators.count("fp8_linear") == 2 * 4 * policy.dims.num_layers
     assert "linear" not in operators
-    edge = Edge("float8_e4m3fn", "block", "fp32")
-    assert all(edge in call.inputs for call in calls if call.operator == "fp8_linear")
+    edge = Edge("weight", "input", "float8_e4m3fn", "128x128", "fp32", QUANTIZER)
+    assert all(edge in call.edges for call in calls if call.operator == "fp8_linear")
     assert {"rmsnorm", "rope", "attention", "swiglu", "lm_head", "logprob"} <= set(operators)
 
 
@@ -204,11 +205,14 @@ def test_recompute(single_process: None, qwen3: Path) -> None:
         trainable = make_trainable(policy, OptimizerConfig(), 1)
         with record() as calls:
             grads = gradients(trainable, batches, 100)
-        results.append((our_logprobs(policy), grads, len(calls)))
+        results.append((our_logprobs(policy), grads, calls))
     assert torch.equal(results[0][0], results[1][0])
     for name, grad in results[0][1].items():
         assert torch.equal(grad, results[1][1][name]), name
-    assert results[1][2] > 1.5 * results[0][2]  # it did run twice
+    phases = [[node.phase for node in nodes] for _, _, nodes in results]
+    assert "recompute" not in phases[0]
+    outside = 2 * 3  # final norm, lm_head and log-probs of two micro-batches are not recomputed
+    assert phases[1].count("recompute") == phases[1].count("forward") - outside
 
 
 def test_update_changes_the_quantized_weight(single_process: None, qwen3: Path) -> None:
@@ -249,6 +253,12 @@ def test_other_formats_run(single_process: None, qwen3: Path, fmt: Fp8Format) ->
     exact = our_logprobs(policy_of(qwen3, False))
     with record() as calls:
         fp8 = our_logprobs(policy_of(qwen3, True, Fp8Recipe(fmt)))
-    edges = {edge for call in calls if call.operator == "fp8_linear" for edge in call.inputs if "float8" in edge.dtype}
-    assert edges == {Edge("float8_e4m3fn", fmt.granularity, fmt.scale_format)}
+    edges = {edge for call in calls if call.operator == "fp8_linear" for edge in call.edges if "float8" in edge.dtype}
+    weight, activation = {"block": ("128x128", "1x128"), "channel": ("row", "row"), "tensor": ("tensor", "tensor")}[
+        fmt.granularity
+    ]
+    assert edges == {
+        Edge("weight", "input", "float8_e4m3fn", weight, fmt.scale_format, QUANTIZER),
+        Edge("x", "internal", "float8_e4m3fn", activation, fmt.scale_format, QUANTIZER),
+    }
     assert 0 < float((fp8 - exact).abs().mean()) < 0.5

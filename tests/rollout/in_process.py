@@ -20,6 +20,8 @@ def main() -> None:
 
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
+    from jetrl_megatron.ops.recorder import attach, record
+    from jetrl_megatron.rollout.flow import canonical_name
     from jetrl_megatron.rollout.quantization import require_our_methods
     from jetrl_megatron.rollout.weight_loader import encode_path, held_tensors, load_bundle
     from jetrl_megatron.weights.bundle import Bundle
@@ -35,8 +37,14 @@ def main() -> None:
         "qkv": layer.self_attn.qkv_proj(x)[0],
         "gate_up": layer.mlp.gate_up_proj(x)[0],
         "refusal": "",
+        "nodes": [],
     }
-    layer.self_attn.qkv_proj.quant_method = UnquantizedLinearMethod()
+    stock = layer.self_attn.qkv_proj
+    stock.quant_method = UnquantizedLinearMethod()
+    stock.weight = torch.nn.Parameter(torch.zeros(stock.weight.shape, dtype=torch.bfloat16), requires_grad=False)
+    with record() as found["nodes"], attach(model, canonical_name):
+        stock(x)
+        layer.self_attn.o_proj(x.repeat(1, stock.input_size)[:, : layer.self_attn.o_proj.input_size])
     try:
         require_our_methods(model)
     except RuntimeError as error:

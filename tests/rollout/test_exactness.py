@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,22 @@ import torch
 
 from jetrl_megatron.native import tensors as compiled
 from jetrl_megatron.ops.kernels import use_kernels
+from jetrl_megatron.ops.precision_flow import Graph, compare, describe
 from jetrl_megatron.rollout.engine import EngineRefusedError
 from jetrl_megatron.rollout.environment import engine_environment
 from jetrl_megatron.rollout.sglang_engine import EnginePool
+from jetrl_megatron.trainer.precision_flow import judge
 from jetrl_megatron.weights.bundle import MANIFEST, Bundle
-from tests.support.engines import engine, engine_logprobs, prompts, publish, requests, trainer_logprobs
+from tests.support.engines import (
+    engine,
+    engine_logprobs,
+    prompts,
+    publish,
+    requests,
+    rollout_flow,
+    trainer_logprobs,
+    training_flow,
+)
 from tests.support.models import tiny_model
 from tests.support.trainer import load_policy
 
@@ -75,7 +87,7 @@ def loaded(pool: EnginePool, policy: Any, tmp_path: Path) -> EnginePool:
 
 def test_link_a_b_bytes_and_linears(qwen3: Path, policy: Any, tmp_path: Path) -> None:
     """(a) SGLang's layers hold the trainer's FP8 bytes and scales; (b) its linears give the trainer's outputs, bit for
-    bit; and a linear without our method is refused by name."""
+    bit; and a linear without our method is refused by name, and named in the precision-flow graph."""
     bundle = publish(policy, tmp_path, version=0)
     hidden = policy.dims.hidden_size
     x = torch.randn(37, hidden, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -103,7 +115,7 @@ def test_link_a_b_bytes_and_linears(qwen3: Path, policy: Any, tmp_path: Path) ->
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = torch.load(tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt", weights_only=False)
     expected = dict(bundle.tensors())
     assert found["tensors"].keys() == expected.keys()
     for name, tensor in found["tensors"].items():
@@ -117,6 +129,13 @@ def test_link_a_b_bytes_and_linears(qwen3: Path, policy: Any, tmp_path: Path) ->
     gate_up = layer.mlp.linear_fc1(x.unsqueeze(1))[0].squeeze(1).detach()
     assert torch.equal(found["gate_up"], gate_up)
     assert "layers.0.self_attn.qkv_proj" in found["refusal"]
+    modules = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.o_proj")
+    training = training_flow(policy)[0]
+    training = replace(training, nodes=tuple(n for n in training.nodes if n.module in modules))
+    lines = describe(compare(training, Graph.of("prefill", found["nodes"])))
+    where = "model.layers.*.self_attn.qkv_proj (layers 0)"
+    assert f"{where}: the operator is fp8_linear in training, stock QKVParallelLinear in prefill" in lines
+    assert all(line.startswith(where) for line in lines)  # o_proj is ours
 
 
 def test_link_c_prefill_scores_equal_training_logprobs(loaded: EnginePool, policy: Any) -> None:
@@ -261,7 +280,8 @@ def test_families_are_exact(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, variant: str, precision: str
 ) -> None:
     """Generation equals training exactly for every family: biases, tied embeddings, llama3 rope, head_dim 64, widths
-    that are not multiples of 128; with FP8 and with exact BF16 linears."""
+    that are not multiples of 128; with FP8 and with exact BF16 linears. (f) The recorded rollout graph is part of the
+    recorded training graph."""
     family, dims = VARIANTS[variant]
     model_dir = tiny_model(tmp_path_factory, family, **dims)
     fp8 = precision == "fp8"
@@ -270,6 +290,7 @@ def test_families_are_exact(
     with engine(model_dir, tmp_path / "engine", precision) as pool:
         pool.load_weights(publish(policy, tmp_path, version=0, fp8=fp8))
         completions = pool.generate(requests(ids, temperature=0.8))
+        assert describe(judge(training_flow(policy), rollout_flow(pool))) == []  # link (f)
     difference = trainer_logprobs(policy, ids, completions, 0.8) - engine_logprobs(completions)
     assert len(difference) > 300
     assert float(difference.abs().max()) == 0.0
@@ -277,13 +298,15 @@ def test_families_are_exact(
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_engine_tensor_parallel_is_exact(qwen3: Path, tmp_path: Path, precision: str) -> None:
-    """Two SGLang ranks against training on one: fp32 partial sums meet in the fixed tree, log-probs are equal."""
+    """Two SGLang ranks against training on one: fp32 partial sums meet in the fixed tree, log-probs are equal, and each
+    rank records the graph of the one training rank."""
     fp8 = precision == "fp8"
     policy = load_policy(qwen3, fp8)
     ids = prompts(policy.dims.vocab_size, count=12, longest=100)
     with engine(qwen3, tmp_path / "engine", precision, tensor_parallel=2) as pool:
         pool.load_weights(publish(policy, tmp_path, version=0, fp8=fp8))
         completions = pool.generate(requests(ids, temperature=0.8))
+        assert describe(judge(training_flow(policy), rollout_flow(pool))) == []  # link (f)
     difference = trainer_logprobs(policy, ids, completions, 0.8) - engine_logprobs(completions)
     assert len(difference) > 300
     assert float(difference.abs().max()) == 0.0

@@ -14,8 +14,19 @@ from jetrl_megatron.megatron.moe import record_routes
 from jetrl_megatron.megatron.step import compute_logprobs, pack
 from jetrl_megatron.ops import operators
 from jetrl_megatron.ops.kernels import kernels
+from jetrl_megatron.ops.precision_flow import describe
 from jetrl_megatron.rollout.engine import Completion
-from tests.support.engines import engine, engine_logprobs, prompts, publish, requests, trainer_logprobs
+from jetrl_megatron.trainer.precision_flow import judge
+from tests.support.engines import (
+    engine,
+    engine_logprobs,
+    prompts,
+    publish,
+    requests,
+    rollout_flow,
+    trainer_logprobs,
+    training_flow,
+)
 from tests.support.models import tiny_model
 from tests.support.trainer import load_policy
 
@@ -126,7 +137,7 @@ def test_another_router_is_seen(policy: Any, rollout: Rollout, monkeypatch: pyte
 @pytest.mark.parametrize(("precision", "expert_parallel"), [("fp8", 1), ("fp8", 2), ("bf16", 1), ("bf16", 2)], ids=str)
 def test_two_engine_ranks_are_exact(model_dir: Path, tmp_path: Path, precision: str, expert_parallel: int) -> None:
     """Engines on two ranks, every expert cut in two or the experts shared out, against training on one rank: equal
-    log-probs, after an update as well (A, then B, which changes the outputs)."""
+    log-probs, after an update as well (A, then B, which changes the outputs), and equal precision flows."""
     fp8 = precision == "fp8"
     policy = load_policy(model_dir, fp8)
     ids = prompts(policy.dims.vocab_size, count=12, longest=100)
@@ -135,6 +146,7 @@ def test_two_engine_ranks_are_exact(model_dir: Path, tmp_path: Path, precision: 
         pool.load_weights(publish(policy, tmp_path, version=0, fp8=fp8))
         first = pool.generate(requests(ids, TEMPERATURE))
         assert float(difference(policy, (ids, first)).abs().max()) == 0.0
+        assert describe(judge(training_flow(policy), rollout_flow(pool))) == []
         scale_experts(policy)
         pool.load_weights(publish(policy, tmp_path, version=1, fp8=fp8))
         second = pool.generate(requests(ids, TEMPERATURE))

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from jetrl_megatron.config.schema import OptimizerConfig
+from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.rollout.engine import Completion, EngineSpec, Request, Sampling
 from jetrl_megatron.rollout.sglang_engine import EnginePool
 from jetrl_megatron.weights.bundle import Bundle, write_bundle
@@ -92,3 +94,17 @@ def trainer_logprobs(
 
 def engine_logprobs(completions: Sequence[Completion]) -> torch.Tensor:
     return torch.tensor([value for c in completions for value in c.logprobs], dtype=torch.float32)
+
+
+def training_flow(policy: Any) -> list[Graph]:
+    """Precision-flow graphs of the policy's forward and backward on a few tokens, one per rank."""
+    from jetrl_megatron.megatron.flow import record_training
+    from jetrl_megatron.megatron.optimizer import make_trainable
+
+    return record_training(make_trainable(policy, OptimizerConfig(), 1), num_tokens=8, temperature=1.0)
+
+
+def rollout_flow(pool: EnginePool) -> list[Graph]:
+    """Prefill and decode graphs of every engine rank."""
+    request = Request(tuple(range(3, 11)), Sampling(1.0, 1.0, -1, 3, ()), seed=1)
+    return pool.record_flow(request)

@@ -79,13 +79,23 @@ def test_run_directory_contract(finished: Path) -> None:
         "hf/config.json",
         "checkpoints/step_000002",
         "logs/engine_0.log",
+        "precision_flow/train.json",
+        "precision_flow/rollout.json",
+        "precision_flow/flow.svg",
     ):
         assert (finished / name).exists(), name
+    assert verdict(finished) == (True, [])
     assert list((finished / "tensorboard").iterdir())
     sample = json.loads((finished / "samples" / "step_000001.jsonl").read_text().splitlines()[0])
     assert {"prompt", "response_ids", "text", "reward", "logprobs"} <= set(sample)
     assert len(sample["logprobs"]) == len(sample["response_ids"])
     assert json.loads((finished / "status.json").read_text())["phase"] == "done"
+
+
+def verdict(run_dir: Path) -> tuple[bool, list[str]]:
+    """Of the precision-flow check at start-up: whether rollout is a subgraph, and the differences."""
+    found = json.loads((run_dir / "precision_flow" / "verdict.json").read_text())
+    return found["subgraph"], found["differences"]
 
 
 def test_second_run_into_the_folder_is_refused(finished: Path) -> None:
@@ -133,6 +143,7 @@ def test_layouts_are_exact(tmp_path: Path, layout: str, overrides: tuple[str, ..
     rows = train_ok(tmp_path / layout, *SHORT, *overrides, *wide, "precision.wgrad=fp8")
     assert [row["mismatch/max_abs_dlogp"] for row in rows] == [0.0, 0.0]
     assert all(row["mismatch/num_tokens"] > 50 and row["grad/norm"] >= 0 for row in rows)
+    assert verdict(tmp_path / layout) == (True, [])
 
 
 def test_bf16_on_both_sides_is_exact(tmp_path: Path) -> None:
@@ -142,11 +153,17 @@ def test_bf16_on_both_sides_is_exact(tmp_path: Path) -> None:
 
 
 def test_unequal_precision_is_not_exact(tmp_path: Path) -> None:
-    """Negative control: BF16 training with FP8 rollout shows a mismatch above zero, and is refused when exactness is
-    required."""
+    """Negative control: BF16 training with FP8 rollout shows a mismatch above zero, its precision flow is told at
+    start-up, and it is refused when exactness is required or the flow check is not `warn`."""
     mixed = ("precision.train=bf16", "precision.rollout=fp8")
-    rows = train_ok(tmp_path / "run", *SHORT, *mixed, "mismatch.correction=tis")
+    rows = train_ok(tmp_path / "run", *SHORT, *mixed, "mismatch.correction=tis", "precision.flow_check=warn")
     assert all(row["mismatch/max_abs_dlogp"] > 1e-4 for row in rows)
+    subgraph, differences = verdict(tmp_path / "run")
+    assert not subgraph
+    assert any("mlp.down_proj (layers 0-1): the operator is linear in training" in line for line in differences)
+    refused = train(tmp_path / "refused", *SHORT, *mixed)
+    assert refused.returncode == 2
+    assert "precision.flow_check" in refused.stderr
     refused = train(tmp_path / "refused", *SHORT, *mixed, "mismatch.require_exact=true")
     assert refused.returncode == 2
     assert "mismatch.require_exact" in refused.stderr
