@@ -1,4 +1,4 @@
-"""`jetrl train | check | precision-flow | schema | doctor | import-gguf`. Users' faults: one line each, exit code 2."""
+"""The commands of `jetrl`. Users' faults: one line each, exit code 2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
+from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import find_gpus, fp8_backend
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
@@ -128,6 +129,21 @@ def _flow_only(cfg: RunConfig) -> RunConfig:
     algorithm = cfg.algorithm.model_copy(update={"kl_coef": 0.0})
     logging = cfg.logging.model_copy(update={"tensorboard": False, "wandb_project": None})
     return cfg.model_copy(update={"model": model, "algorithm": algorithm, "logging": logging})
+
+
+@app.command("exactness")
+def exactness(
+    out: Annotated[Path, typer.Option("--out", help="folder for the runs and the table; must not exist")],
+    matrix: Annotated[bool, typer.Option("--matrix", help="all layouts, models and formats (default)")] = False,
+    reduced: Annotated[bool, typer.Option("--reduced", help="one cell per model, a few minutes")] = False,
+) -> None:
+    """Measure max |dlogp| for layouts x models x formats, each a real run: exit 0 if all are exactly 0.0, else 1."""
+    with _user_errors():
+        if matrix and reduced:
+            _refuse([Violation("--reduced", "with --matrix", "one of the two", "leave one out")])
+        if out.exists():
+            _refuse([Violation("--out", str(out), "a new folder", "choose another one, or remove it")])
+        raise typer.Exit(0 if measure_exactness(out, reduced) else 1)
 
 
 @app.command()

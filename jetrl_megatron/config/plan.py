@@ -165,6 +165,9 @@ def _sizes(values: list[int]) -> str:
 
 
 def _model_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
+    if dims.model_type == "qwen2" and dims.head_dim * dims.num_heads != dims.hidden_size:
+        own = f"hidden_size / num_attention_heads ({dims.hidden_size} / {dims.num_heads}), as the engine's Qwen2 has it"
+        yield Violation("head_dim", str(dims.head_dim), own, "another number of heads")
     if dims.head_dim > MAX_HEAD_DIM or dims.head_dim % 2:
         yield Violation(
             "head_dim", str(dims.head_dim), f"even and at most {MAX_HEAD_DIM}", "use a model that the attention covers"

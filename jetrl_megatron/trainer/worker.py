@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -44,9 +45,9 @@ def run(cfg: RunConfig, run_dir: Path, task: Task) -> int:
 
 
 def _fail(main: bool, message: str, code: int) -> int:
-    if main:
-        print(f"jetrl: {message}", file=sys.stderr)
-    sys.stderr.flush()
+    if not main:
+        time.sleep(10)  # rank 0 says it first, once; the launcher ends the others then
+    print(f"jetrl: {message}", file=sys.stderr, flush=True)
     os._exit(code)  # other ranks may sit in a collective; the launcher ends them
 
 

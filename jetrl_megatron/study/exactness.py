@@ -1,0 +1,187 @@
+"""The exactness matrix: layouts x models x formats, each cell a real run of `jetrl train` with its maximal |dlogp|.
+
+A cell trains a tiny random model for two steps in its layout, with real engines in theirs: the second step follows a
+weight update and sync. Every response token of both steps is compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MIN_TOKENS = 2000
+_SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.08,
+    "rope_theta": 10000.0,
+}
+_MOE = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"model_type": "llama", "intermediate_size": 512, "tie_word_embeddings": True, **_SHAPE},
+    "Qwen2.5": {
+        "model_type": "qwen2",
+        "intermediate_size": 512,
+        "tie_word_embeddings": False,
+        **_SHAPE,
+        "num_attention_heads": 4,  # head_dim is hidden_size / heads in SGLang's Qwen2
+        "num_key_value_heads": 2,
+    },
+    "Qwen3": {"model_type": "qwen3", "intermediate_size": 512, "tie_word_embeddings": False, **_SHAPE},
+    "Qwen3-MoE": {"model_type": "qwen3_moe", "intermediate_size": 512, "tie_word_embeddings": False, **_SHAPE, **_MOE},
+}
+FORMATS: dict[str, dict[str, str]] = {
+    "FP8 128x128, fp32 scales": {},
+    "FP8 128x128, pow2 scales": {"scale_format": "pow2"},
+    "FP8 per row": {"granularity": "channel"},
+    "BF16": {"train": "bf16", "rollout": "bf16"},
+}
+BLOCK_FP8 = next(iter(FORMATS))
+# name: (parallel, rollout, trainer)
+Layout = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+DENSE_LAYOUTS: dict[str, Layout] = {
+    "TP 1": ({}, {}, {}),
+    "TP 1, one sequence per micro-batch, recompute": ({}, {}, {"micro_batch_tokens": 64, "recompute": True}),
+    "TP 2": ({"tensor": 2}, {}, {}),
+    "TP 2 + SP": ({"tensor": 2, "sequence": True}, {}, {}),
+    "TP 4": ({"tensor": 4}, {}, {}),
+    "PP 2": ({"pipeline": 2}, {}, {}),
+    "DP 2": ({"data": 2}, {}, {}),
+    "TP 2 + SP, PP 2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {}, {}),
+    "TP 1, engine TP 2": ({}, {"tensor_parallel": 2}, {}),
+    "TP 2, engine TP 2": ({"tensor": 2}, {"tensor_parallel": 2}, {}),
+}
+MOE_LAYOUTS: dict[str, Layout] = {
+    "TP 1": ({}, {}, {}),
+    "EP 2": ({"expert": 2}, {}, {}),
+    "TP 2 + SP, EP 2": ({"tensor": 2, "sequence": True, "expert": 2}, {}, {}),
+    "PP 2": ({"pipeline": 2}, {}, {}),
+    "PP 2, EP 2": ({"pipeline": 2, "expert": 2}, {}, {}),
+    "TP 1, engine TP 2": ({}, {"tensor_parallel": 2}, {}),
+    "EP 2, engine TP 2 EP 2": ({"expert": 2}, {"tensor_parallel": 2, "expert_parallel": 2}, {}),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    model: str
+    layout: str
+    format: str
+
+    @property
+    def is_moe(self) -> bool:
+        return "num_experts" in MODELS[self.model]
+
+    def config(self) -> dict[str, Any]:
+        """The run configuration of the cell."""
+        parallel, rollout, trainer = (MOE_LAYOUTS if self.is_moe else DENSE_LAYOUTS)[self.layout]
+        return {
+            "model": {"init": "random", "architecture": MODELS[self.model]},
+            "precision": {**FORMATS[self.format], "dgrad": "bf16", "wgrad": "bf16"},
+            "parallel": parallel,
+            "rollout": {"max_new_tokens": 40, "samples_per_prompt": 8, **rollout},
+            "data": {"task": "chain", "min_digits": 8, "max_digits": 24},
+            "reward": {"kind": "exact_match"},
+            "optimizer": {"lr": 1e-3},
+            "mismatch": {"require_exact": False},  # the number is wanted, also where it is not 0
+            "checkpoint": {"every_steps": 0, "export_hf": False},
+            "logging": {"tensorboard": False, "progress": False},
+            "trainer": {"num_steps": 2, "prompts_per_step": 16, **trainer},
+        }
+
+
+@dataclass(frozen=True)
+class Result:
+    """max_abs_dlogp over num_tokens response tokens; error: why the run ended, if it failed."""
+
+    cell: Cell
+    max_abs_dlogp: float | None
+    num_tokens: int
+    error: str | None
+
+    @property
+    def exact(self) -> bool:
+        return self.error is None and self.max_abs_dlogp == 0.0 and self.num_tokens >= MIN_TOKENS
+
+
+def cells(reduced: bool) -> list[Cell]:
+    """All layouts in block FP8 and all formats at TP 1; reduced: one cell per model, all of them different."""
+    if reduced:
+        return [
+            Cell("Llama", "PP 2", "FP8 128x128, pow2 scales"),
+            Cell("Qwen2.5", "TP 2, engine TP 2", BLOCK_FP8),
+            Cell("Qwen3", "DP 2", "FP8 per row"),
+            Cell("Qwen3-MoE", "EP 2", BLOCK_FP8),
+        ]
+    made: list[Cell] = []
+    for model in MODELS:
+        layouts = MOE_LAYOUTS if Cell(model, "", "").is_moe else DENSE_LAYOUTS
+        kept = layouts if model in ("Qwen3", "Qwen3-MoE") else ("TP 1", "TP 2 + SP, PP 2", "TP 1, engine TP 2")
+        made += [Cell(model, layout, BLOCK_FP8) for layout in kept]
+        made += [Cell(model, "TP 1", fmt) for fmt in FORMATS if fmt != BLOCK_FP8]
+    made += [Cell("Qwen3", "TP 2, engine TP 2", "FP8 128x128, pow2 scales")]
+    return made
+
+
+def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
+    """Run one cell in `folder`; its output is kept there."""
+    folder.mkdir(parents=True)
+    config = folder / "config.yaml"
+    config.write_text(yaml.safe_dump(cell.config(), sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "jetrl_megatron.cli", "train", str(config), "--run-dir", str(folder / "run")]
+    with open(folder / "output.log", "wb") as log:
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=timeout_s, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    metrics = folder / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    largest = max((row["mismatch/max_abs_dlogp"] for row in rows), default=None)
+    error = None if code == 0 else f"exit code {code}; see {folder / 'output.log'}"
+    return Result(cell, largest, sum(int(row["mismatch/num_tokens"]) for row in rows), error)
+
+
+def matrix(out: Path, reduced: bool) -> Iterator[Result]:
+    """Run every cell, one after the other; exactness.json and exactness.md in `out` are written again after each."""
+    results: list[Result] = []
+    for number, cell in enumerate(cells(reduced)):
+        results.append(run(cell, out / f"{number:02d}"))
+        _write(out / "exactness.md", markdown(results))
+        _write(out / "exactness.json", json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
+        yield results[-1]
+
+
+def markdown(results: list[Result]) -> str:
+    """The table for the README."""
+    lines = ["| model | format | training | tokens | max abs dlogp |", "|---|---|---|---|---|"]
+    for result in results:
+        value = result.error or f"{result.max_abs_dlogp:g}"
+        cell = result.cell
+        lines.append(f"| {cell.model} | {cell.format} | {cell.layout} | {result.num_tokens:,} | {value} |")
+    return "\n".join(lines) + "\n"
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    return {**vars(result.cell), **{k: v for k, v in vars(result).items() if k != "cell"}, "exact": result.exact}
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

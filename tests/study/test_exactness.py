@@ -1,0 +1,51 @@
+"""The exactness matrix: every cell can start, and the reduced one is exactly 0.0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetrl_megatron.config import ModelDims, RunConfig, check_model
+from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("cell", cells(reduced=False), ids=str)
+def test_every_cell_passes_the_check(cell: Cell) -> None:
+    """No cell of the full matrix breaks a rule of `jetrl check`."""
+    cfg = RunConfig.model_validate(cell.config())
+    assert cfg.model.architecture is not None
+    assert check_model(cfg, ModelDims.from_hf(cfg.model.architecture)) == []
+
+
+def test_what_counts_as_exact() -> None:
+    """0.0 over enough tokens of a run that ended well; the table names the others."""
+    cell = cells(reduced=True)[0]
+    good = Result(cell, 0.0, MIN_TOKENS, None)
+    bad = [
+        Result(cell, 1e-9, 9999, None),
+        Result(cell, 0.0, MIN_TOKENS - 1, None),
+        Result(cell, None, 0, "exit code 2"),
+        Result(cell, 0.0, 9999, "exit code 1"),
+    ]
+    assert good.exact
+    assert not any(result.exact for result in bad)
+    assert markdown([good, *bad]).splitlines()[2:4] == [
+        "| Llama | FP8 128x128, pow2 scales | PP 2 | 2,000 | 0 |",
+        "| Llama | FP8 128x128, pow2 scales | PP 2 | 9,999 | 1e-09 |",
+    ]
+
+
+@pytest.mark.slow
+def test_reduced_matrix_is_exact(tmp_path: Path) -> None:
+    """Four real runs: each family, four layouts, three formats; max |dlogp| 0.0, before and after a weight update."""
+    command = [sys.executable, "-m", "jetrl_megatron.cli", "exactness", "--reduced", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "exactness.json").read_text())
+    assert [(row["max_abs_dlogp"], row["exact"]) for row in found] == [(0.0, True)] * 4
