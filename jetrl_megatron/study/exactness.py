@@ -55,7 +55,7 @@ BLOCK_FP8 = next(iter(FORMATS))
 Layout = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 DENSE_LAYOUTS: dict[str, Layout] = {
     "TP 1": ({}, {}, {}),
-    "TP 1, one sequence per micro-batch, recompute": ({}, {}, {"micro_batch_tokens": 64, "recompute": True}),
+    "TP 1, one sequence per micro-batch, recompute": ({}, {}, {"micro_batch_tokens": 96, "recompute": True}),
     "TP 2": ({"tensor": 2}, {}, {}),
     "TP 2 + SP": ({"tensor": 2, "sequence": True}, {}, {}),
     "TP 4": ({"tensor": 4}, {}, {}),
