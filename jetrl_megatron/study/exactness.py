@@ -94,7 +94,7 @@ class Cell:
             "precision": {**FORMATS[self.format], "dgrad": "bf16", "wgrad": "bf16"},
             "parallel": parallel,
             "rollout": {"max_new_tokens": 40, "samples_per_prompt": 8, **rollout},
-            "data": {"task": "chain", "min_digits": 8, "max_digits": 24},
+            "data": {"task": "chain", "min_digits": 8, "max_digits": 24, "max_prompt_tokens": 40},
             "reward": {"kind": "exact_match"},
             "optimizer": {"lr": 1e-3},
             "mismatch": {"require_exact": False},  # the number is wanted, also where it is not 0
