@@ -5,7 +5,7 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: help setup quickstart test test-fast lint format bench gpu-check clean
+.PHONY: help setup quickstart test test-fast fuzz lint format bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,6 +22,9 @@ test: setup  ## every test, files spread over 2 to 4 processes; results in build
 
 test-fast: setup  ## tests without the slow ones
 	$(PY) -m pytest -m "not slow" --durations=10
+
+fuzz: setup  ## 10,000 fresh cases of quantizers, GEMM, attention and a whole model
+	JETRL_FUZZ_CASES=2500 $(PY) -m pytest tests/fuzz
 
 lint: setup  ## ruff, mypy, import layers
 	$(PY) -m ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +14,9 @@ from jetrl_megatron.study import exactness
 
 def measure_exactness(out: Path, reduced: bool) -> bool:
     """Run the cells and print them; whether every one is exact."""
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # an exception ends the run of the cell too
     console = Console()
     table = Table("model", "format", "training", "tokens", "max abs dlogp", title="exactness")
     failed = 0
