@@ -118,6 +118,17 @@ def fp8_linear(m: int, at_most: float | None) -> Case:
     return Case(f"FP8 linear 1024x1024, M={m}", make, stock, at_most)
 
 
+def invariant_sum(m: int) -> Case:
+    """The cost of `parallel.tp_invariant`: K in 4 segments that meet in a tree, against one chain."""
+    x, weight = randn(m, 1024), randn(1024, 1024) * 0.02
+
+    def make(segments: int = 4) -> Run:
+        fp8 = Fp8Weight.of(quantize_weight(weight, RECIPE.format), whole(1024))
+        return lambda: ops.fp8_linear(x, weight, fp8, RECIPE, segments)
+
+    return Case(f"FP8 linear 1024x1024, M={m}, tp-invariant sum", make, {"one chain": make(1)})
+
+
 def lm_head(m: int, at_most: float | None) -> Case:
     x, weight = randn(m, HIDDEN), randn(VOCAB, HIDDEN) * 0.02
     x32, weight32 = x.float(), weight.float()
@@ -304,7 +315,7 @@ def cases(quick: bool) -> list[Case]:
     stock = stock_llama(2 if quick else LAYERS)
     found = [fp8_linear(1, 1.4), fp8_linear(16, None)]
     found += [fp8_linear(m, 2.3) for m in ((32, 256) if quick else (32, 64, 256, 512))]
-    found += [lm_head(1, 1.0)] + ([] if quick else [lm_head(8, None), lm_head(16, None), lm_head(128, None)])
+    found += [invariant_sum(256), lm_head(1, 1.0)] + ([] if quick else [lm_head(8, None), lm_head(16, None), lm_head(128, None)])
     found += [decode_attention(1000)] + [causal_attention(n) for n in ((512,) if quick else (512, 2048))]
     found += [*rows(256 if quick else 2048), *weight_quantizers(4096)]
     found += [model_forward(stock, 2 if quick else 4, 128 if quick else 512)]
