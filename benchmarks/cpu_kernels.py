@@ -315,7 +315,7 @@ def cases(quick: bool) -> list[Case]:
     stock = stock_llama(2 if quick else LAYERS)
     found = [fp8_linear(1, 1.4), fp8_linear(16, None)]
     found += [fp8_linear(m, 2.3) for m in ((32, 256) if quick else (32, 64, 256, 512))]
-    found += [invariant_sum(256), lm_head(1, 1.0)] + ([] if quick else [lm_head(8, None), lm_head(16, None), lm_head(128, None)])
+    found += [invariant_sum(256), lm_head(1, 1.0)] + [lm_head(m, None) for m in (() if quick else (8, 16, 128))]
     found += [decode_attention(1000)] + [causal_attention(n) for n in ((512,) if quick else (512, 2048))]
     found += [*rows(256 if quick else 2048), *weight_quantizers(4096)]
     found += [model_forward(stock, 2 if quick else 4, 128 if quick else 512)]

@@ -121,7 +121,8 @@ def test_gemm(seed: int, m: int, n: int, k: int, kinds: tuple[str, str], how: st
 @cases
 @given(
     seed=SEEDS, lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4), groups=st.integers(1, 3),
-    per_group=st.integers(1, 4), dim=st.sampled_from([16, 32, 64, 70, 96, 128]), chunk=st.integers(1, 40), kind=SUMMABLE,
+    per_group=st.integers(1, 4), dim=st.sampled_from([16, 32, 64, 70, 96, 128]), chunk=st.integers(1, 40),
+    kind=SUMMABLE,
 )  # fmt: skip
 def test_attention(seed: int, lengths: list[int], groups: int, per_group: int, dim: int, chunk: int, kind: str) -> None:
     """Packed training attention equals chunked prefill and decode from a shuffled pool, and the torch form."""
