@@ -175,6 +175,15 @@ def _model_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
         yield Violation(
             "parallel.pipeline", str(pipeline), f"divides num_layers ({dims.num_layers})", f"use one of {divisors}"
         )
+    elif dims.num_layers // pipeline % cfg.parallel.virtual_pipeline:
+        per_stage = dims.num_layers // pipeline
+        divisors = [d for d in range(1, per_stage + 1) if per_stage % d == 0]
+        yield Violation(
+            "parallel.virtual_pipeline",
+            str(cfg.parallel.virtual_pipeline),
+            f"divides the layers of a pipeline stage ({dims.num_layers} / {pipeline} = {per_stage})",
+            f"use one of {divisors}",
+        )
     yield from _expert_rules(cfg, dims)
     if cfg.parallel.sequence and dims.hidden_size % cfg.parallel.tensor:
         yield Violation(

@@ -176,6 +176,10 @@ def test_remaining_layout_rules() -> None:
     assert lines(config(parallel={"pipeline": 5}), dims)[0].startswith(
         "parallel.pipeline: 5; rule: divides num_layers (36)"
     )
+    (line,) = lines(config(parallel={"pipeline": 4, "virtual_pipeline": 2}), dims)
+    assert line.startswith("parallel.virtual_pipeline: 2; rule: divides the layers of a pipeline stage (36 / 4 = 9)")
+    assert line.endswith("fix: use one of [1, 3, 9]")
+    assert not lines(config(parallel={"pipeline": 2, "virtual_pipeline": 2}), _with(dims, num_layers=4))
     assert "dense model" in lines(config(parallel={"expert": 2}), dims)[0]
     assert lines(config(rollout={"expert_parallel": 2}), dims)[0].startswith("rollout.expert_parallel: 2")
     assert "head_dim: 192" in lines(config(), _with(dims, head_dim=192))[0]

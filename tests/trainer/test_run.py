@@ -135,6 +135,17 @@ def test_export_is_the_model(finished: Path) -> None:
         ("pipeline", ("parallel.pipeline=2",)),
         ("tensor-sequence", ("parallel.tensor=2", "parallel.sequence=true")),
         ("data", ("parallel.data=2",)),
+        (
+            "virtual-pipeline",
+            (
+                "parallel.pipeline=2",
+                "parallel.virtual_pipeline=2",
+                "model.architecture.num_hidden_layers=4",
+                "algorithm.updates_per_step=2",
+                "trainer.micro_batch_tokens=64",
+                "trainer.recompute=true",
+            ),
+        ),
     ],
 )
 def test_layouts_are_exact(tmp_path: Path, layout: str, overrides: tuple[str, ...]) -> None:
