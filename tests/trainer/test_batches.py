@@ -36,8 +36,8 @@ def test_ranks_that_share_experts_run_equally_many_forwards(lengths: list[int]) 
 
 @pytest.mark.parametrize("lengths", [[60, 60, 60, 32, 31], [60], [5] * 40, [0, 0]])
 def test_virtual_stages_get_whole_groups_of_micro_batches(lengths: list[int]) -> None:
-    """The interleaved schedule takes micro-batches in groups of the pipeline's size, all of one length: masked ones fill
-    the last group; real tokens are those of the samples, each once."""
+    """The interleaved schedule takes micro-batches in groups of the pipeline's size, all of one length: masked ones
+    fill the last group; real tokens are those of the samples, each once."""
     samples = [sample(length, i) for i, length in enumerate(lengths)]
     rank = replace(RANKS, data_size=1, pipeline_size=2, virtual_size=2)
     (update,) = make_updates(samples, 1, rank, 64, 1.0, sequence=False)

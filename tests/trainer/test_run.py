@@ -143,6 +143,7 @@ def test_export_is_the_model(finished: Path) -> None:
                 "model.architecture.num_hidden_layers=4",
                 "algorithm.updates_per_step=2",
                 "trainer.micro_batch_tokens=64",
+                "data.max_prompt_tokens=50",
                 "trainer.recompute=true",
             ),
         ),
