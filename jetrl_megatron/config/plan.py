@@ -283,7 +283,7 @@ def _fp8_faults(
         if linear.kind == "column" or linear.k % shares:
             continue  # a K that does not split is told by _split_faults
         if shard(linear, dims, shares).cuts_activation_block:
-            if cfg.precision.misaligned == "error":
+            if cfg.precision.misaligned == "error" or linear.expert:  # training never cuts an expert
                 yield linear, "cut"
         elif invariant and num_segments(linear.k) % shares:
             yield linear, "segments"
@@ -302,7 +302,10 @@ def _fp8_rules(cfg: RunConfig, dims: ModelDims, side: Side, tp: int, invariant: 
     for linear, fault in _fp8_faults(cfg, dims, side, tp, invariant):
         value = f"{tp} with {linear.name} [{linear.n}, {linear.k}]"
         if fault == "cut":
-            fix = f"TP sizes that work: {sizes}; or precision.misaligned=shard_local with equal TP on both sides"
+            other = "precision.misaligned=shard_local with equal TP on both sides"
+            if linear.expert:
+                other = f"rollout.expert_parallel={tp}"
+            fix = f"TP sizes that work: {sizes}; or {other}"
             rule = (
                 f"K/TP = {linear.k}/{tp} = {linear.k // tp} is a multiple of {BLOCK}, else it cuts an activation block"
             )
