@@ -64,6 +64,7 @@ FOUR_RANKS = [
     ("cut", Job("tp2_pp2", tensor=2, pipeline=2)),
     ("cut", Job("tp2_dp2", tensor=2)),
     ("cut", Job("tp2_sp_pp2", tensor=2, pipeline=2, sequence=True)),
+    ("deep", Job("tp2_sp_pp2_deep", tensor=2, pipeline=2, sequence=True)),
     ("deep", Job("tp2_sp_pp2_vpp2", tensor=2, pipeline=2, virtual_pipeline=2, sequence=True)),
     ("moe", Job("moe_tp2_sp_pp2_ep2", tensor=2, pipeline=2, sequence=True, expert=2)),
     ("moe", Job("moe_tp2_sp_dp2_ep4", tensor=2, sequence=True, expert=4)),
@@ -187,8 +188,9 @@ def test_exports_are_bitwise_those_of_one_rank(name: str, distributed: Any, alon
 def test_gradients_are_close_to_those_of_one_rank(
     name: str, distributed: Any, alone: Any, models: dict[str, Path]
 ) -> None:
-    """Gradient norm within 1 %; every Hugging Face tensor's gradient within 8 % relative Frobenius (5 % with BF16
-    linears: only BF16 input gradients are summed in another order). Ranks that hold copies agree."""
+    """Gradient norm within 1 %; every Hugging Face tensor's gradient within 8 % relative Frobenius (twice that for
+    twice the layers; 5 % with BF16 linears: only BF16 input gradients are summed in another order). Ranks that hold
+    copies agree."""
     model, job = ALL[name]
     ranks, expected = distributed(name), alone(model, job.fp8)
     plan = ConversionPlan(ModelDims.from_hf(HfCheckpoint(models[model]).config))
@@ -197,15 +199,19 @@ def test_gradients_are_close_to_those_of_one_rank(
     reference = hf_gradients([expected], Job("tp1"), plan)
     found = hf_gradients(ranks, job, plan)
     assert found.keys() == reference.keys()
+    tolerance = (0.08 if job.fp8 else 0.05) * plan.dims.num_layers / 2
     for tensor_name, grad in reference.items():
-        assert rel_error(found[tensor_name], grad) < (0.08 if job.fp8 else 0.05), tensor_name
+        assert rel_error(found[tensor_name], grad) < tolerance, tensor_name
 
 
-def test_virtual_stages_change_no_gradient(distributed: Any) -> None:
+@pytest.mark.parametrize(
+    "jobs", [("pp2_deep", "pp2_vpp2"), ("tp2_sp_pp2_deep", "tp2_sp_pp2_vpp2")], ids=["pp2", "tp2_sp_pp2"]
+)
+def test_virtual_stages_change_no_gradient(jobs: tuple[str, str], distributed: Any) -> None:
     """With the same micro-batches the gradients of PP 2 with two chunks per stage are bitwise those of PP 2."""
     expected, found = (
-        {name: grad for rank in distributed(job) for name, grad in rank["gradients"].items()}
-        for job in ("pp2_deep", "pp2_vpp2")
+        {(rank["coordinates"][0], name): grad for rank in distributed(job) for name, grad in rank["gradients"].items()}
+        for job in jobs
     )
     assert found.keys() == expected.keys()
     assert all(torch.equal(grad, expected[name]) for name, grad in found.items())
