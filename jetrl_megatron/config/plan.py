@@ -178,6 +178,15 @@ def _model_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:
         yield Violation(
             "parallel.pipeline", str(pipeline), f"divides num_layers ({dims.num_layers})", f"use one of {divisors}"
         )
+    elif dims.num_layers // pipeline % cfg.parallel.virtual_pipeline:
+        per_stage = dims.num_layers // pipeline
+        divisors = [d for d in range(1, per_stage + 1) if per_stage % d == 0]
+        yield Violation(
+            "parallel.virtual_pipeline",
+            str(cfg.parallel.virtual_pipeline),
+            f"divides the layers of a pipeline stage ({dims.num_layers} / {pipeline} = {per_stage})",
+            f"use one of {divisors}",
+        )
     yield from _expert_rules(cfg, dims)
     if cfg.parallel.sequence and dims.hidden_size % cfg.parallel.tensor:
         yield Violation(
@@ -277,7 +286,7 @@ def _fp8_faults(
         if linear.kind == "column" or linear.k % shares:
             continue  # a K that does not split is told by _split_faults
         if shard(linear, dims, shares).cuts_activation_block:
-            if cfg.precision.misaligned == "error":
+            if cfg.precision.misaligned == "error" or linear.expert:  # training never cuts an expert
                 yield linear, "cut"
         elif invariant and num_segments(linear.k) % shares:
             yield linear, "segments"
@@ -296,7 +305,10 @@ def _fp8_rules(cfg: RunConfig, dims: ModelDims, side: Side, tp: int, invariant: 
     for linear, fault in _fp8_faults(cfg, dims, side, tp, invariant):
         value = f"{tp} with {linear.name} [{linear.n}, {linear.k}]"
         if fault == "cut":
-            fix = f"TP sizes that work: {sizes}; or precision.misaligned=shard_local with equal TP on both sides"
+            other = "precision.misaligned=shard_local with equal TP on both sides"
+            if linear.expert:
+                other = f"rollout.expert_parallel={tp}"
+            fix = f"TP sizes that work: {sizes}; or {other}"
             rule = (
                 f"K/TP = {linear.k}/{tp} = {linear.k // tp} is a multiple of {BLOCK}, else it cuts an activation block"
             )

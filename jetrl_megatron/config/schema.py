@@ -85,6 +85,7 @@ class PrecisionConfig(Section):
 class ParallelConfig(Section):
     tensor: int = _f(1, "tensor-parallel size of training", ge=1)
     pipeline: int = _f(1, "pipeline-parallel size of training", ge=1)
+    virtual_pipeline: int = _f(1, "model chunks per pipeline stage, in an interleaved schedule", ge=1)
     expert: int = _f(1, "expert-parallel size of training: divides tensor * data", ge=1)
     grouped_experts: bool = _f(True, "experts as grouped GEMMs; false: one after the other, the same bits")
     sequence: bool = _f(False, "sequence parallelism (needs tensor > 1)")
@@ -99,6 +100,15 @@ class ParallelConfig(Section):
             raise ValueError(
                 "sequence: true; rule: sequence parallelism splits over the tensor-parallel group; "
                 "fix: set parallel.tensor > 1 or parallel.sequence=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _virtual_pipeline(self) -> ParallelConfig:
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"virtual_pipeline: {self.virtual_pipeline}; rule: more than one chunk per stage needs two stages; "
+                "fix: set parallel.pipeline > 1 or parallel.virtual_pipeline=1"
             )
         return self
 

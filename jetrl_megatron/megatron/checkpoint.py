@@ -65,7 +65,8 @@ def save_checkpoint(folder: Path, trainable: Trainable, state: TrainerState, kee
 def load_checkpoint(checkpoint: Path, trainable: Trainable) -> TrainerState:
     """Restore everything in place. Every rank calls it."""
     loaded: dict[str, Any] = dist_checkpointing.load(_sharded(trainable, is_loading=True), str(checkpoint))
-    trainable.policy.model.load_state_dict(loaded["model"])
+    for model, state_dict in zip(trainable.policy.models, loaded["model"], strict=True):
+        model.load_state_dict(state_dict)
     trainable.optimizer.load_state_dict(loaded["optimizer"])
     trainable.scheduler.load_state_dict(loaded["scheduler"])
     state = read_state(checkpoint)
@@ -75,9 +76,9 @@ def load_checkpoint(checkpoint: Path, trainable: Trainable) -> TrainerState:
 
 def _sharded(trainable: Trainable, is_loading: bool) -> dict[str, Any]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model = trainable.policy.model.sharded_state_dict(metadata=metadata)
+    models = [model.sharded_state_dict(metadata=metadata) for model in trainable.policy.models]
     return {
-        "model": model,
-        "optimizer": trainable.optimizer.sharded_state_dict(model, is_loading=is_loading),
+        "model": models,
+        "optimizer": trainable.optimizer.sharded_state_dict(models, is_loading=is_loading),
         "scheduler": trainable.scheduler.state_dict(),
     }

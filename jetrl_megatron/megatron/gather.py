@@ -42,7 +42,8 @@ def export_bf16(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def export_fp8(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Like `export_bf16`, with linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)]."""
+    """Like `export_bf16`, with linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)];
+    in the model's dtype where shards of K cut groups: there is no global grid, every engine rank quantizes its own."""
     yield from _gather(policy, fp8=True)
 
 
@@ -81,7 +82,7 @@ def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
             continue
         if policy.ranks.data != 0:
             continue
-        if fp8 and rule.quantized:
+        if fp8 and rule.quantized and not module.cuts_groups:
             quantized = module.fp8_weight().quantized
             codes = _gather_shards(quantized.data.view(torch.uint8), group)
             scales = _gather_shards(quantized.scale, group)

@@ -29,6 +29,7 @@ class Ranks:
     data_size: int
     expert: int = 0
     expert_size: int = 1
+    virtual_size: int = 1  # chunks of the model per pipeline stage
 
     @property
     def is_main(self) -> bool:
@@ -66,6 +67,7 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,  # an expert is never cut
     )
@@ -81,6 +83,7 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
         data_size=parallel_state.get_data_parallel_world_size(),
         expert=parallel_state.get_expert_model_parallel_rank(),
         expert_size=parallel.expert,
+        virtual_size=parallel.virtual_pipeline,
     )
 
 

@@ -34,11 +34,13 @@ class WeightVersion:
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """How the linears of one model compute. fp8: FProp in FP8, else exact BF16."""
+    """How the linears of one model compute. fp8: FProp in FP8, else exact BF16; shard_local: a tensor-parallel shard of
+    K that cuts a 1x128 group has a grid of its own, from its first column on (never tp_invariant)."""
 
     fp8: bool
     recipe: Fp8Recipe
     tp_invariant: bool = True
+    shard_local: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
 
 
@@ -52,15 +54,20 @@ class _PreciseLinear:
     splits_k = False
 
     def configure(self, precision: LinearPrecision, slices: Sequence[GridSlice] | None) -> None:
-        if precision.fp8 and self.tp_group.size() > 1 and self.weight.shape[1] % BLOCK and self.splits_k:
+        if precision.fp8 and self.cuts_groups and (precision.tp_invariant or not precision.shard_local):
             raise ValueError(
                 f"parallel.tensor: {self.tp_group.size()}; rule: K per rank ({self.weight.shape[1]}) is a multiple of "
-                f"{BLOCK}; fix: a smaller tensor-parallel size"
+                f"{BLOCK}; fix: a smaller size, or precision.misaligned=shard_local with parallel.tp_invariant=false"
             )
         self.precision = precision
         self.slices = whole(self.weight.shape[0]) if slices is None else slices
         self._cached: tuple[int, Any] | None = None
         self._fp8_cached: tuple[int, Fp8Weight] | None = None
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether this rank's K ends inside a 1x128 group: its FP8 weight then is no part of a global one."""
+        return self.splits_k and self.tp_group.size() > 1 and self.weight.shape[1] % BLOCK != 0
 
     def fp8_weight(self) -> Fp8Weight:
         """The FP8 weight of the current version (a collective call where shards cut blocks)."""

@@ -52,30 +52,42 @@ class LogprobRequest:
 
 
 @dataclass
-class Policy:
-    """A model with its layout and the rules that connect its parameters to Hugging Face tensors."""
+class Chunk:
+    """Consecutive layers of the model: a pipeline stage, or one of its virtual stages. rules: of its parameters, with
+    global layer indices; first_layer: global index of its first layer."""
 
     model: GPTModel
+    rules: list[Rule]
+    first_layer: int
+
+
+@dataclass
+class Policy:
+    """A model with its layout and the rules that connect its parameters to Hugging Face tensors. chunks: what this rank
+    holds, one per virtual pipeline stage, in the order of the layers."""
+
+    chunks: list[Chunk]
+    config: TransformerConfig
     dims: ModelDims
     ranks: Ranks
     plan: ConversionPlan
-    rules: list[Rule]
     precision: LinearPrecision
     head: LogprobHead
 
     def named_rules(self) -> Iterator[tuple[Rule, nn.Parameter, Any]]:
         """(rule, local parameter, its module) for every parameter of this pipeline stage. The module of a quantized
         rule is one of our linears."""
-        parameters = dict(self.model.named_parameters())
-        for rule in self.rules:
-            name = shift_layer(rule.megatron_name, -self.first_layer)
-            if self.dims.moe is not None:
-                name = shift_expert(name, -local_experts(self.dims.moe, self.ranks).start)
-            yield rule, parameters[name], self.model.get_submodule(name.rpartition(".")[0])
+        for chunk in self.chunks:
+            parameters = dict(chunk.model.named_parameters())
+            for rule in chunk.rules:
+                name = shift_layer(rule.megatron_name, -chunk.first_layer)
+                if self.dims.moe is not None:
+                    name = shift_expert(name, -local_experts(self.dims.moe, self.ranks).start)
+                yield rule, parameters[name], chunk.model.get_submodule(name.rpartition(".")[0])
 
     @property
-    def first_layer(self) -> int:
-        return int(self.model.decoder.layers[0].layer_number) - 1
+    def models(self) -> list[GPTModel]:
+        return [chunk.model for chunk in self.chunks]
 
     def weights_changed(self, version: int) -> None:
         """Declare that the parameters changed: quantized copies are made again on next use."""
@@ -159,6 +171,7 @@ def layer_spec(dims: ModelDims, grouped_experts: bool) -> ModuleSpec:
 def transformer_config(dims: ModelDims, parallel: ParallelConfig, recompute: bool) -> TransformerConfig:
     """Megatron's configuration: BF16, no dropout, every fusion off (they would change the operators)."""
     on_cpu = not torch.cuda.is_available()
+    interleaved = parallel.virtual_pipeline > 1
     config = TransformerConfig(
         num_layers=dims.num_layers,
         hidden_size=dims.hidden_size,
@@ -181,6 +194,9 @@ def transformer_config(dims: ModelDims, parallel: ParallelConfig, recompute: boo
         autocast_dtype=torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        overlap_p2p_comm=interleaved,  # without it the interleaved schedule is silently wrong on gloo
+        batch_p2p_comm=not interleaved,
         sequence_parallel=parallel.sequence,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,
@@ -228,30 +244,11 @@ def build_policy(
 ) -> Policy:
     """This rank's part of the model. Parameters are uninitialised until `load_hf` or a checkpoint fills them."""
     config = transformer_config(dims, parallel, recompute)
-    num_local = dims.num_layers // parallel.pipeline
-    spec = layer_spec(dims, parallel.grouped_experts)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_local, layer_norm=RMSNorm),
-        vocab_size=dims.padded_vocab_size(parallel.tensor),
-        max_sequence_length=dims.max_position_embeddings,
-        share_embeddings_and_output_weights=dims.tied_embeddings,
-        position_embedding_type="none",
-        parallel_output=True,
-        pre_process=ranks.is_first_stage,
-        post_process=ranks.is_last_stage,
-    )
     plan = ConversionPlan(dims)
-    rules = plan.stage_rules(
-        first_layer=ranks.pipeline * num_local,
-        num_layers=num_local,
-        has_embedding=ranks.is_first_stage,
-        has_output=ranks.is_last_stage,
-        experts=None if dims.moe is None else local_experts(dims.moe, ranks),
-    )
-    policy = Policy(model, dims, ranks, plan, rules, precision, LogprobHead(dims, precision))
+    chunks = [_build_chunk(config, plan, parallel, ranks, i) for i in range(ranks.virtual_size)]
+    policy = Policy(chunks, config, dims, ranks, plan, precision, LogprobHead(dims, precision))
     table = ops.RopeTable(dims.rope_theta, dims.head_dim, dims.rope_scaling)
-    for layer in model.decoder.layers:
+    for layer in (layer for model in policy.models for layer in model.decoder.layers):
         layer.self_attention.rope_table = table
         if dims.moe is not None:
             layer.mlp.router.configure(precision, dims.moe.renormalize)
@@ -260,6 +257,35 @@ def build_policy(
         if rule.quantized:
             module.configure(precision, grid_slices(rule, ranks))
             configured += 1
-    expected = sum(isinstance(m, PreciseColumnParallelLinear | PreciseRowParallelLinear) for m in model.modules())
+    modules = [module for model in policy.models for module in model.modules()]
+    expected = sum(isinstance(m, PreciseColumnParallelLinear | PreciseRowParallelLinear) for m in modules)
     assert configured == expected, (configured, expected)
     return policy
+
+
+def _build_chunk(
+    config: TransformerConfig, plan: ConversionPlan, parallel: ParallelConfig, ranks: Ranks, index: int
+) -> Chunk:
+    """The layers of this rank's virtual stage `index`. Layers go round the stages once per virtual stage."""
+    dims = plan.dims
+    num_layers = dims.num_layers // (ranks.pipeline_size * ranks.virtual_size)
+    first_layer = (index * ranks.pipeline_size + ranks.pipeline) * num_layers
+    has_embedding = first_layer == 0
+    has_output = first_layer + num_layers == dims.num_layers
+    spec = layer_spec(dims, parallel.grouped_experts)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm),
+        vocab_size=dims.padded_vocab_size(parallel.tensor),
+        max_sequence_length=dims.max_position_embeddings,
+        share_embeddings_and_output_weights=dims.tied_embeddings,
+        position_embedding_type="none",
+        parallel_output=True,
+        pre_process=has_embedding,
+        post_process=has_output,
+        vp_stage=index if ranks.virtual_size > 1 else None,
+    )
+    experts = None if dims.moe is None else local_experts(dims.moe, ranks)
+    rules = plan.stage_rules(first_layer, num_layers, has_embedding, has_output, experts)
+    assert [layer.layer_number for layer in model.decoder.layers] == [first_layer + 1 + i for i in range(num_layers)]
+    return Chunk(model, rules, first_layer)

@@ -8,7 +8,7 @@ expert id, so the result depends neither on expert parallelism nor on the other 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,10 +80,10 @@ class FixedOrderMoELayer(MoELayer):
 
 
 @contextlib.contextmanager
-def record_routes(model: nn.Module) -> Iterator[dict[int, list[Tensor]]]:
+def record_routes(models: Sequence[nn.Module]) -> Iterator[dict[int, list[Tensor]]]:
     """Layer number (1 is the first) -> expert ids [T, k] of every forward inside the block, T this rank's tokens of a
     micro-batch with its padding, slots as the router chose them."""
-    routers: list[Any] = [module for module in model.modules() if isinstance(module, ExactRouter)]
+    routers: list[Any] = [m for model in models for m in model.modules() if isinstance(m, ExactRouter)]
     recorded: dict[int, list[Tensor]] = {}
     for router in routers:
         router.recorded = recorded[int(router.layer_number)] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from jetrl_megatron.config.schema import OptimizerConfig
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.step import LossFn, MicroBatch, forward_backward
+from jetrl_megatron.weights.rules import Rule
 
 
 @dataclass
@@ -22,14 +23,15 @@ class Trainable:
     """A policy with gradients, fp32 masters and a schedule."""
 
     policy: Policy
-    ddp: DistributedDataParallel
+    ddp: list[DistributedDataParallel]  # one per chunk of the policy
     optimizer: Any
     scheduler: OptimizerParamScheduler
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], loss_fn: LossFn) -> list[dict[str, float]]:
         """Gradients of the summed loss, reduced over data-parallel ranks; metrics of the loss on the last stage."""
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.train()
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         return forward_backward(self.ddp, self.policy, micro_batches, loss_fn)
 
@@ -48,7 +50,8 @@ class Trainable:
 
     def _require_finite_gradients(self) -> None:
         """Raises FloatingPointError on every rank if any rank holds a NaN or Inf gradient."""
-        bad = [n for n, p in self.policy.model.named_parameters() if not bool(p.main_grad.isfinite().all())]
+        parameters: Iterator[tuple[Rule, Any, Any]] = self.policy.named_rules()
+        bad = [rule.megatron_name for rule, p, _ in parameters if not bool(p.main_grad.isfinite().all())]
         everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, bad)
         names = sorted({name for names in everywhere for name in names})
@@ -62,12 +65,9 @@ class Trainable:
 
 def make_trainable(policy: Policy, cfg: OptimizerConfig, num_updates: int) -> Trainable:
     """Wrap `policy`, whose weights must already be loaded (the fp32 masters are copied from them)."""
-    config = policy.model.config
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False),
-        policy.model,
-    )
+    config = policy.config
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    ddp = [DistributedDataParallel(config, ddp_config, model) for model in policy.models]
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -81,7 +81,7 @@ def make_trainable(policy: Policy, cfg: OptimizerConfig, num_updates: int) -> Tr
             bf16=True,
             params_dtype=config.params_dtype,
         ),
-        [ddp],
+        ddp,
     )
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -66,21 +66,26 @@ def compute_logprobs(policy: Policy, micro_batches: Sequence[MicroBatch]) -> lis
         return logprobs.sum(), {}
 
     with torch.no_grad():
-        _run(policy.model, policy, micro_batches, collect, forward_only=True)
+        _run(policy.models, policy, micro_batches, collect, forward_only=True)
     return results
 
 
 def forward_backward(
-    model: nn.Module, policy: Policy, micro_batches: Sequence[MicroBatch], loss_fn: LossFn
+    models: Sequence[nn.Module], policy: Policy, micro_batches: Sequence[MicroBatch], loss_fn: LossFn
 ) -> list[dict[str, float]]:
     """Accumulate gradients of the summed micro-batch losses. Returns the loss functions' metrics on the last stage.
 
-    loss_fn must already be normalised over the global batch: nothing is divided here."""
-    return _run(model, policy, micro_batches, loss_fn, forward_only=False)
+    models: the policy's, as wrapped for gradients. loss_fn must already be normalised over the global batch: nothing is
+    divided here."""
+    return _run(models, policy, micro_batches, loss_fn, forward_only=False)
 
 
 def _run(
-    model: nn.Module, policy: Policy, micro_batches: Sequence[MicroBatch], loss_fn: LossFn, forward_only: bool
+    models: Sequence[nn.Module],
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    loss_fn: LossFn,
+    forward_only: bool,
 ) -> list[dict[str, float]]:
     def forward_step(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
@@ -102,10 +107,15 @@ def _run(
     lengths = {batch.num_tokens for batch in micro_batches}
     if policy.ranks.pipeline_size > 1 and len(lengths) > 1:
         raise ValueError(f"micro-batch lengths {sorted(lengths)}; rule: equal under pipeline parallelism; fix: pad_to")
+    if len(models) > 1 and len(micro_batches) % policy.ranks.pipeline_size:
+        raise ValueError(
+            f"micro-batches: {len(micro_batches)}; rule: a multiple of parallel.pipeline ({policy.ranks.pipeline_size})"
+            " with virtual pipeline stages; fix: add masked ones"
+        )
     results: list[dict[str, float]] = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=[iter(micro_batches) for _ in models],
+        model=list(models),
         num_microbatches=len(micro_batches),
         seq_length=max(lengths),
         micro_batch_size=1,

@@ -40,15 +40,16 @@ _PART_OF_SHARD = {"q": 0, "k": 1, "v": 2, None: 0}
 
 
 class JetrlConfig(QuantizationConfig):
-    """Parameters of our methods. fmt: FP8 format; tp_invariant: row-parallel sums in the fixed segment tree."""
+    """Parameters of our methods. fmt: FP8 format; tp_invariant: row-parallel sums in the fixed segment tree;
+    shard_local: a shard of K that cuts a 1x128 group has a grid of its own, and its weight arrives in BF16."""
 
     name = "jetrl_fp8"
     method: type[LinearMethodBase]
     experts_method: type[ExpertsMethod]
 
-    def __init__(self, fmt: Fp8Format, tp_invariant: bool) -> None:
+    def __init__(self, fmt: Fp8Format, tp_invariant: bool, shard_local: bool = False) -> None:
         super().__init__()
-        self.fmt, self.tp_invariant = fmt, tp_invariant
+        self.fmt, self.tp_invariant, self.shard_local = fmt, tp_invariant, shard_local
 
     def get_name(self) -> str:
         return self.name
@@ -67,7 +68,8 @@ class JetrlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> JetrlConfig:
-        return cls(Fp8Format(config["granularity"], config["scale_format"]), bool(config["tp_invariant"]))
+        fmt = Fp8Format(config["granularity"], config["scale_format"])
+        return cls(fmt, bool(config["tp_invariant"]), bool(config.get("shard_local", False)))
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         if isinstance(layer, FusedMoE):
@@ -95,11 +97,12 @@ class Fp8LinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **_unused: Any,
     ) -> None:
-        if input_size != input_size_per_partition and input_size_per_partition % BLOCK:
+        layer.jetrl_shard_local = input_size != input_size_per_partition and input_size_per_partition % BLOCK != 0
+        if layer.jetrl_shard_local and (self.config.tp_invariant or not self.config.shard_local):
             raise ValueError(
                 f"rollout.tensor_parallel: {input_size // input_size_per_partition}; rule: K={input_size} per rank is "
                 f"a multiple of {BLOCK}; "
-                "fix: a smaller engine tensor-parallel size"
+                "fix: a smaller engine tensor-parallel size, or precision.misaligned=shard_local"
             )
         layer.jetrl_parts = list(output_partition_sizes)
         layer.jetrl_expected = {(i, what) for i in range(len(layer.jetrl_parts)) for what in ("weight", "scale")}
@@ -114,6 +117,12 @@ class Fp8LinearMethod(LinearMethodBase):
 
     def _load_weight(self, layer: Any, param: Tensor, loaded: Tensor, shard_id: Any = None) -> None:
         """loaded: the whole Hugging Face tensor [N, K], E4M3 bytes or BF16 to be quantized here."""
+        if layer.jetrl_shard_local:
+            quantized = quantize_weight(_columns(layer, loaded, param.shape[1]).contiguous(), self.config.fmt)
+            param.data.view(torch.uint8).copy_(quantized.data.view(torch.uint8))
+            layer.weight_scale_inv.data.copy_(quantized.scale)
+            layer.jetrl_loaded |= {(0, "weight"), (0, "scale")}
+            return
         if loaded.dtype != E4M3:
             quantized = quantize_weight(loaded, self.config.fmt)
             self._copy(layer, layer.weight_scale_inv, quantized.scale, shard_id, "scale")
@@ -131,11 +140,7 @@ class Fp8LinearMethod(LinearMethodBase):
         part = _part(shard_id)
         count, first = layer.jetrl_parts[part], sum(layer.jetrl_parts[:part])
         if isinstance(layer, RowParallelLinear):
-            source = whole_tensor
-            rank, size = get_group_rank_size(layer.tp_group)
-            if size > 1:
-                width = param.shape[1]
-                source = whole_tensor[:, rank * width : (rank + 1) * width]
+            source = _columns(layer, whole_tensor, param.shape[1])
         else:
             rank, size = _shard_of(layer, shard_id)
             if whole_tensor.shape[0] != count * size:
@@ -214,6 +219,12 @@ def require_our_methods(model: nn.Module) -> None:
     foreign = [f"{n} ({type(m.quant_method).__name__})" for n, m in layers.items() if type(m.quant_method) not in ours]
     if foreign or not layers:
         raise RuntimeError(f"layers without the jetrl method: {', '.join(foreign) or 'all'}; fix: check quantization")
+
+
+def _columns(layer: Any, whole_tensor: Tensor, width: int) -> Tensor:
+    """This rank's columns [N, width] of a row-parallel tensor [N, size * width]."""
+    rank, size = get_group_rank_size(layer.tp_group)
+    return whole_tensor[:, rank * width : (rank + 1) * width] if size > 1 else whole_tensor
 
 
 def _part(shard_id: Any) -> int:

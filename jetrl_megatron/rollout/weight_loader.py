@@ -146,6 +146,9 @@ def _check_fits(model: nn.Module, bundle: Bundle) -> None:
         raise ValueError(
             f"{unknown[0]}: in only one of SGLang's model and the conversion plan ({len(unknown)} tensors)"
         )
+    local = {f"{p}.weight" for p, layer in model.named_modules() if getattr(layer, "jetrl_shard_local", False)}
+    for name in local:  # every rank quantizes its own shard
+        del shapes[name + SCALE_SUFFIX]
     missing, unused = sorted(set(shapes) - set(bundle.checksums)), sorted(set(bundle.checksums) - set(shapes))
     if missing or unused:
         raise ValueError(
@@ -156,6 +159,8 @@ def _check_fits(model: nn.Module, bundle: Bundle) -> None:
         per_row = name.endswith(SCALE_SUFFIX) and tensor.shape[0] == shapes[name.removesuffix(SCALE_SUFFIX)][0]
         if tuple(tensor.shape) != wanted and not per_row:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}; rule: {wanted}; fix: same model on both sides")
+        if name in local and tensor.dtype != torch.bfloat16:
+            raise ValueError(f"{name}: {tensor.dtype}; rule: bfloat16 for shards that cut groups; fix: one TP size")
 
 
 def _require_held(model: nn.Module, bundle: Bundle) -> None:

@@ -58,11 +58,14 @@ def _update(
     multiple = ranks.tensor_size if sequence else 1
     pad_to = 0
     if ranks.pipeline_size > 1:  # the pipeline schedule exchanges tensors of one fixed length
-        longest = max(sum(samples[i].num_tokens for i in group) for share in groups for group in share)
+        longest = max((sum(samples[i].num_tokens for i in group) for share in groups for group in share), default=0)
         pad_to = -(-longest // multiple) * multiple
-    mine = groups[ranks.data] or [[]]
-    if ranks.expert_size > 1:  # data-parallel ranks meet in every layer's all-to-all: equally many forwards
-        mine = mine + [[]] * (max(1, *map(len, groups)) - len(mine))
+    mine = groups[ranks.data]
+    # Data-parallel ranks that share experts meet in every layer's all-to-all: equally many forwards.
+    count = max(1, len(mine), *(map(len, groups) if ranks.expert_size > 1 else ()))
+    if ranks.virtual_size > 1:  # the interleaved schedule sends micro-batches round the stages in groups of that size
+        count += -count % ranks.pipeline_size
+    mine = mine + [[]] * (count - len(mine))
     return UpdateBatch([_pack(samples, group, temperature, multiple, pad_to) for group in mine], norm)
 
 

@@ -156,7 +156,12 @@ def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> P
         saved_activation=precision.saved_activation,
     )
     invariant = resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available())
-    linear = LinearPrecision(fp8=precision.train == "fp8", recipe=recipe, tp_invariant=invariant)
+    linear = LinearPrecision(
+        fp8=precision.train == "fp8",
+        recipe=recipe,
+        tp_invariant=invariant,
+        shard_local=precision.misaligned == "shard_local",
+    )
     return build_policy(dims, cfg.parallel, ranks, linear, recompute)
 
 
@@ -171,6 +176,7 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
         "granularity": cfg.precision.granularity,
         "scale_format": cfg.precision.scale_format,
         "tp_invariant": resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available()),
+        "shard_local": cfg.precision.misaligned == "shard_local",
     }
     files.write_atomic(model_dir / "config.json", json.dumps({**hf_config, "quantization_config": quantization}))
     specs = [

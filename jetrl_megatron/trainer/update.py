@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.step import LossFn, MicroBatch, compute_logprobs
 from jetrl_megatron.rl.correction import correction_weights
 from jetrl_megatron.rl.losses import BatchNorm, policy_loss
@@ -37,19 +38,24 @@ def attach_logprobs(session: Session, updates: Sequence[UpdateBatch]) -> Mismatc
     """
     batches = [batch for update in updates for batch in update.micro_batches]
     stats = MismatchStats()
-    old = compute_logprobs(session.policy, batches) if session.cfg.algorithm.recompute_old_logprobs else []
+    old = _logprobs(session.policy, updates) if session.cfg.algorithm.recompute_old_logprobs else []
     for batch in batches if not old else []:
         batch.loss_inputs["logp_old"] = batch.loss_inputs["logp_rollout"]
     for batch, logprobs in zip(batches, old, strict=False):
         batch.loss_inputs["logp_old"] = logprobs
         compare(stats, logprobs, batch)
     if session.reference is not None:
-        for batch, logprobs in zip(batches, compute_logprobs(session.reference, batches), strict=False):
+        for batch, logprobs in zip(batches, _logprobs(session.reference, updates), strict=False):
             batch.loss_inputs["logp_reference"] = logprobs
     if session.cfg.algorithm.recompute_old_logprobs:
         stats = gather_stats(session, stats)
         check_exact(session, stats)
     return stats
+
+
+def _logprobs(policy: Policy, updates: Sequence[UpdateBatch]) -> list[Tensor]:
+    """Per micro-batch of all updates; under pipeline parallelism their lengths are equal within an update only."""
+    return [logprobs for update in updates for logprobs in compute_logprobs(policy, update.micro_batches)]
 
 
 def compare(stats: MismatchStats, logprobs: Tensor, batch: MicroBatch) -> None:

@@ -100,7 +100,10 @@ def test_cut_experts_are_refused_with_the_sizes_that_work() -> None:
     (line,) = lines(dims, rollout={"tensor_parallel": 4}, parallel={"tp_invariant": True})
     assert line.startswith("rollout.tensor_parallel: 4 with mlp.experts.down_proj [2048, 768]")
     assert "TP sizes that work: 1, 2;" in line
+    assert line.endswith("or rollout.expert_parallel=4")
     assert lines(dims, rollout={"tensor_parallel": 4, "expert_parallel": 4}) == []
+    local = {"precision": {"misaligned": "shard_local"}, "parallel": {"tp_invariant": False}}
+    assert line in lines(dims, rollout={"tensor_parallel": 4}, **local)  # training has whole experts: no grid in common
 
 
 @pytest.mark.parametrize(

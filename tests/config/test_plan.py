@@ -176,6 +176,10 @@ def test_remaining_layout_rules() -> None:
     assert lines(config(parallel={"pipeline": 5}), dims)[0].startswith(
         "parallel.pipeline: 5; rule: divides num_layers (36)"
     )
+    (line,) = lines(config(parallel={"pipeline": 4, "virtual_pipeline": 2}), dims)
+    assert line.startswith("parallel.virtual_pipeline: 2; rule: divides the layers of a pipeline stage (36 / 4 = 9)")
+    assert line.endswith("fix: use one of [1, 3, 9]")
+    assert not lines(config(parallel={"pipeline": 2, "virtual_pipeline": 2}), _with(dims, num_layers=4))
     assert "dense model" in lines(config(parallel={"expert": 2}), dims)[0]
     assert lines(config(rollout={"expert_parallel": 2}), dims)[0].startswith("rollout.expert_parallel: 2")
     assert "head_dim: 192" in lines(config(), _with(dims, head_dim=192))[0]
@@ -216,6 +220,44 @@ def test_shards_tile_the_tensor_and_cuts_are_what_a_walk_over_the_elements_finds
         assert layout.cuts_weight_block == cut
         assert layout.cuts_activation_block == (cut and linear.kind == "row")
         assert linear.grid == (len(range(0, linear.n, 128)), len(range(0, linear.k, 128)))
+
+
+@given(st.sampled_from(sorted(MODELS)), st.integers(1, 16))
+@settings(max_examples=120, deadline=None)
+def test_a_shard_has_groups_of_the_global_grid_or_is_refused(name: str, tp: int) -> None:
+    """Oracle: every 1x128 group of every rank of a row-parallel linear, by its first and last global column, against
+    the groups of the whole tensor. All of them are global ones, or the linear is named with sizes that work; those do.
+    """
+    dims = dims_of(name)
+    found = lines(at_tp(tp), dims)
+    for linear in (linear for linear in layer_linears(dims) if linear.kind == "row" and linear.k % tp == 0):
+        whole = {(c, min(c + 128, linear.k)) for c in range(0, linear.k, 128)}
+        width = linear.k // tp
+        shards = range(0, linear.k, width)
+        groups = {(s + c, s + min(c + 128, width)) for s in shards for c in range(0, width, 128)}
+        named = [line for line in found if f"{linear.name} [" in line and "cuts an activation block" in line]
+        assert bool(named) == (groups != whole)
+        for line in named:
+            sizes = line.partition("TP sizes that work: ")[2].partition(";")[0].split(", ")
+            assert sizes
+            assert all(not check_model(at_tp(int(size)), dims) for size in sizes)
+
+
+@given(st.sampled_from(sorted(MODELS)), st.integers(1, 16), st.integers(1, 16), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_shard_local_accepts_cut_shards_of_one_size_in_rank_order_only(
+    name: str, train: int, engine: int, invariant: bool
+) -> None:
+    """With per-shard grids nothing is refused for a cut group, and whatever cuts one has one TP size on both sides and
+    no invariant sums; where nothing is cut the setting changes nothing."""
+    dims, local = dims_of(name), {"misaligned": "shard_local"}
+    found = lines(at_tp(train, engine, invariant, precision=local), dims)
+    assert not any("cuts an activation block" in line for line in found)
+    layouts = [shard(linear, dims, tp) for linear in layer_linears(dims) for tp in (train, engine)]
+    if not any(layout.cuts_activation_block for layout in layouts):
+        assert found == lines(at_tp(train, engine, invariant), dims)
+    elif not found:
+        assert (train, invariant) == (engine, False)
 
 
 @given(st.sampled_from(sorted(MODELS)), st.integers(1, 16), st.integers(1, 16))

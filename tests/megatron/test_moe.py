@@ -104,7 +104,7 @@ def test_grouped_and_sequential_experts_have_the_same_bits(single_process: None,
     flows: list[Graph] = []
     for grouped in (True, False):
         policy = policy_of(model, fp8, None if fp8 else BF16, grouped_experts=grouped)
-        with record() as nodes, attach(policy.model, lambda path: canonical_name(path, 0)):
+        with record() as nodes, attach(policy.models[0], lambda path: canonical_name(path, 0)):
             logprobs = run(policy)
         flows.append(Graph.of("training", nodes))
         assert {"router", "route", "moe_combine"} <= {node.operator for node in nodes}
@@ -155,7 +155,7 @@ def test_recorded_routes(single_process: None, model: Path) -> None:
     per_packing = []
     for num_batches in (1, 3):
         batches = micro_batches(sequences(509), num_batches, 1.0, 1, equal=False)
-        with record_routes(policy.model) as routes:
+        with record_routes(policy.models) as routes:
             compute_logprobs(policy, batches)
         assert sorted(routes) == [1, 2]
         assert [r.shape for r in routes[1]] == [(b.num_tokens, 4) for b in batches]

@@ -18,7 +18,7 @@ from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.optimizer import make_trainable
-from jetrl_megatron.megatron.step import compute_logprobs
+from jetrl_megatron.megatron.step import compute_logprobs, pack
 from jetrl_megatron.ops.recorder import Edge, record
 from tests.support.models import DENSE_FAMILIES, assert_same_bits
 from tests.support.oracles import quantize_blocks, rel_error
@@ -180,6 +180,19 @@ def test_micro_batches(single_process: None, qwen3: Path) -> None:
     for num_batches in (3, 6):
         for name, grad in found[1].items():
             assert rel_error(found[num_batches][name], grad) < (0.06 if grad.ndim == 2 else 0.01), name
+
+
+def test_any_packing_gives_the_same_logprobs(single_process: None, qwen3: Path) -> None:
+    """Micro-batches of 1, 2, ... 8 sequences, with a padding tail and without: bitwise the same log-probs."""
+    policy = policy_of(qwen3, True)
+    seqs = sequences(policy.dims.vocab_size)
+    seqs = [*seqs, *((ids[::-1], prompt) for ids, prompt in seqs[:2])]
+    found = []
+    for size in range(1, 9):
+        for pad_to in (0, 400):
+            batches = [pack(seqs[i : i + size], TEMPERATURE, 1, pad_to) for i in range(0, len(seqs), size)]
+            found.append(torch.cat(compute_logprobs(policy, batches)))
+    assert all(torch.equal(logprobs, found[0]) for logprobs in found)
 
 
 def test_padding_changes_nothing(single_process: None, qwen3: Path) -> None:

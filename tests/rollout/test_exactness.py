@@ -120,7 +120,7 @@ def test_link_a_b_bytes_and_linears(qwen3: Path, policy: Any, tmp_path: Path) ->
     assert found["tensors"].keys() == expected.keys()
     for name, tensor in found["tensors"].items():
         assert torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)), name
-    layer = policy.model.decoder.layers[0]
+    layer = policy.models[0].decoder.layers[0]
     fused = layer.self_attention.linear_qkv(x.unsqueeze(1))[0].squeeze(1).detach()
     rule = policy.plan.rule_for("decoder.layers.0.self_attention.linear_qkv.weight")
     hf_order = torch.cat([segment.local_rows for segment in rule.local_segments(1, 0)])
@@ -195,7 +195,7 @@ def test_link_e_sync_a_b_a_restores(pool: EnginePool, qwen3: Path, tmp_path: Pat
     pool.load_weights(first)
     before = pool.generate(asked)
     with torch.no_grad():
-        for parameter in policy.model.parameters():
+        for _, parameter, _ in policy.named_rules():
             parameter.mul_(1.0625)
     policy.weights_changed(2)
     second = publish(policy, tmp_path, version=2)

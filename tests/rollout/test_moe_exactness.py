@@ -86,7 +86,7 @@ def test_prefill_scores_equal_training(policy: Any, answers: tuple[Rollout, Scor
 def test_routed_experts_are_equal(policy: Any, rollout: Rollout) -> None:
     """Both sides chose the same experts in the same slots for every token of every layer, prompts included."""
     ids, completions = rollout
-    with record_routes(policy.model) as routes:
+    with record_routes(policy.models) as routes:
         trainer_logprobs(policy, ids, completions, TEMPERATURE)
     layers = torch.stack([torch.cat(routes[layer]) for layer in sorted(routes)], dim=1)  # [T, layers, k]
     compared, first = 0, 0
@@ -179,7 +179,7 @@ def test_sync_a_b_a_restores(model_dir: Path, tmp_path: Path) -> None:
 def scale_experts(policy: Any) -> None:
     """A stand-in for an update: only experts and routers change."""
     with torch.no_grad():
-        for name, parameter in policy.model.named_parameters():
+        for name, parameter in policy.models[0].named_parameters():
             if ".mlp." in name:
                 parameter.mul_(1.0625)
     policy.weights_changed(policy.precision.version.value + 1)

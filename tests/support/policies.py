@@ -30,15 +30,19 @@ LENGTHS = (40, 33, 70, 12, 20, 64)
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the scenario. num_batches: micro-batches over all sequences (per data-parallel rank)."""
+    """One run of the scenario. num_batches: micro-batches over all sequences (per data-parallel rank); pad_to: least
+    length of a micro-batch."""
 
     name: str
     tensor: int = 1
     pipeline: int = 1
+    virtual_pipeline: int = 1
     sequence: bool = False
     fp8: bool = True
     tp_invariant: bool = True
     num_batches: int = 2
+    pad_to: int = 0
+    recompute: bool = False
     backward: str = "fp8"
     expert: int = 1
     grouped_experts: bool = True
@@ -69,13 +73,14 @@ def load_policy(
 
 
 def micro_batches(
-    seqs: Sequences, num_batches: int, temperature: float, pad_multiple: int, equal: bool
+    seqs: Sequences, num_batches: int, temperature: float, pad_multiple: int, equal: bool, pad_to: int = 0
 ) -> list[MicroBatch]:
     """Consecutive sequences in `num_batches` packs; equal: all padded to one length (pipeline parallelism). The loss
     weight of a response token is a fixed function of its sequence and position."""
     per_batch = len(seqs) // num_batches
     groups = [seqs[i : i + per_batch] for i in range(0, len(seqs), per_batch)]
-    pad_to = max(sum(len(ids) for ids, _ in group) for group in groups) if equal else 0
+    if equal:
+        pad_to = max(pad_to, *(sum(len(ids) for ids, _ in group) for group in groups))
     pad_to = -(-pad_to // pad_multiple) * pad_multiple
     batches = []
     for group in groups:
@@ -118,6 +123,7 @@ def run_job(job: Job, path: Path | str) -> dict[str, Any]:
     parallel = ParallelConfig(
         tensor=job.tensor,
         pipeline=job.pipeline,
+        virtual_pipeline=job.virtual_pipeline,
         sequence=job.sequence,
         expert=job.expert,
         grouped_experts=job.grouped_experts,
@@ -125,13 +131,14 @@ def run_job(job: Job, path: Path | str) -> dict[str, Any]:
     ranks = initialize(parallel, seed=0)
     try:
         recipe = Fp8Recipe(dgrad=job.backward, wgrad=job.backward)  # type: ignore[arg-type]
-        policy = load_policy(path, ranks, parallel, LinearPrecision(job.fp8, recipe, job.tp_invariant))
+        policy = load_policy(path, ranks, parallel, LinearPrecision(job.fp8, recipe, job.tp_invariant), job.recompute)
         seqs = sequences(policy.dims.vocab_size)
         num_tokens = sum(len(ids) - prompt for ids, prompt in seqs)
         share = len(seqs) // ranks.data_size
         mine = seqs[ranks.data * share : (ranks.data + 1) * share]
         pad = job.tensor if job.sequence else 1
-        batches = micro_batches(mine, min(job.num_batches, share), 0.8, pad, equal=job.pipeline > 1)
+        num_batches = min(job.num_batches, share)
+        batches = micro_batches(mine, num_batches, 0.8, pad, job.pipeline > 1, job.pad_to)
         result: dict[str, Any] = {"coordinates": (ranks.tensor, ranks.pipeline, ranks.data)}
         result["logprobs"] = compute_logprobs(policy, batches)
         result["bf16"] = snapshot(export_bf16(policy))

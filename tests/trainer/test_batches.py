@@ -1,4 +1,4 @@
-"""Micro-batches of data-parallel ranks that share experts."""
+"""Micro-batches of data-parallel ranks that share experts, and of virtual pipeline stages."""
 
 from __future__ import annotations
 
@@ -32,6 +32,18 @@ def test_ranks_that_share_experts_run_equally_many_forwards(lengths: list[int]) 
     assert len({len(update.micro_batches) for update in updates}) == 1
     masks = [batch.loss_inputs["mask"] for update in updates for batch in update.micro_batches]
     assert sum(int(mask.sum()) for mask in masks) == sum(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[60, 60, 60, 32, 31], [60], [5] * 40, [0, 0]])
+def test_virtual_stages_get_whole_groups_of_micro_batches(lengths: list[int]) -> None:
+    """The interleaved schedule takes micro-batches in groups of the pipeline's size, all of one length: masked ones
+    fill the last group; real tokens are those of the samples, each once."""
+    samples = [sample(length, i) for i, length in enumerate(lengths)]
+    rank = replace(RANKS, data_size=1, pipeline_size=2, virtual_size=2)
+    (update,) = make_updates(samples, 1, rank, 64, 1.0, sequence=False)
+    assert len(update.micro_batches) % 2 == 0
+    assert len({batch.num_tokens for batch in update.micro_batches}) == 1
+    assert sum(int(batch.loss_inputs["mask"].sum()) for batch in update.micro_batches) == sum(lengths)
 
 
 def test_other_ranks_run_no_more_than_they_need() -> None:

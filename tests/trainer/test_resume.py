@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")
 NUM_STEPS = 2 * len(PHASES)
 
 
-@pytest.mark.slow
+pytestmark = pytest.mark.slow
+
+
 def test_killed_in_every_phase_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     """SIGKILL in each phase in turn, resume each time: every later step has the same metrics, tokens, log-probs and
     final weights, bit for bit, as a run that was left alone, and no process outlives the killed supervisor."""
@@ -40,3 +43,32 @@ def test_killed_in_every_phase_and_resumed_equals_uninterrupted(tmp_path: Path) 
     ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("killed", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_virtual_stages_killed_and_resumed(tmp_path: Path) -> None:
+    """The same for two pipeline stages of two chunks each; their checkpoint also loads on one rank, which then exports
+    the same model."""
+    overrides = (
+        *TINY,
+        "model.init=random",
+        "model.architecture.num_hidden_layers=4",
+        "reward.kind=tests.support.runs:even_digits",
+        "optimizer.lr=1e-3",
+        "trainer.num_steps=4",
+        "checkpoint.every_steps=1",
+    )
+    virtual = ("parallel.pipeline=2", "parallel.virtual_pipeline=2")
+    expected = train_ok(tmp_path / "whole", *overrides, *virtual)
+    killed = tmp_path / "killed"
+    kill_in_phase(killed, "train", *overrides, *virtual, resume=False)
+    found = train_ok(killed, *overrides, *virtual, resume=True)
+    assert [without_times(row) for row in found] == [without_times(row) for row in expected]
+    assert all(row["mismatch/max_abs_dlogp"] == 0.0 and row["grad/norm"] > 0 for row in found)
+    ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("killed", "whole"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    shutil.rmtree(killed / "hf")
+    train_ok(killed, *overrides, resume=True)
+    alone = load_file(killed / "hf" / "model.safetensors")
+    assert all(torch.equal(alone[name], theirs[name]) for name in theirs)

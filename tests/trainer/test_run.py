@@ -135,6 +135,18 @@ def test_export_is_the_model(finished: Path) -> None:
         ("pipeline", ("parallel.pipeline=2",)),
         ("tensor-sequence", ("parallel.tensor=2", "parallel.sequence=true")),
         ("data", ("parallel.data=2",)),
+        (
+            "virtual-pipeline",
+            (
+                "parallel.pipeline=2",
+                "parallel.virtual_pipeline=2",
+                "model.architecture.num_hidden_layers=4",
+                "algorithm.updates_per_step=2",
+                "trainer.micro_batch_tokens=64",
+                "data.max_prompt_tokens=50",
+                "trainer.recompute=true",
+            ),
+        ),
     ],
 )
 def test_layouts_are_exact(tmp_path: Path, layout: str, overrides: tuple[str, ...]) -> None:
@@ -144,6 +156,33 @@ def test_layouts_are_exact(tmp_path: Path, layout: str, overrides: tuple[str, ..
     assert [row["mismatch/max_abs_dlogp"] for row in rows] == [0.0, 0.0]
     assert all(row["mismatch/num_tokens"] > 50 and row["grad/norm"] >= 0 for row in rows)
     assert verdict(tmp_path / layout) == (True, [])
+
+
+def test_shard_local_grids_are_exact(tmp_path: Path) -> None:
+    """K of o_proj (128) and down_proj (320) is cut at TP 2 inside a 1x128 group: with per-shard grids on both sides
+    still exactly 0.0, after updates too. Without them, or with unequal TP sizes, the run is refused with the rule."""
+    cut = (
+        "parallel.tensor=2",
+        "model.architecture.intermediate_size=320",
+        "precision.dgrad=fp8",
+        "precision.wgrad=fp8",
+    )
+    local = (*cut, "precision.misaligned=shard_local", "parallel.tp_invariant=false")
+    moving = ("reward.kind=tests.support.runs:even_digits", "optimizer.lr=1e-3", "optimizer.warmup_steps=0")
+    rows = train_ok(tmp_path / "run", *SHORT, *local, *moving, "rollout.tensor_parallel=2")
+    assert [row["mismatch/max_abs_dlogp"] for row in rows] == [0.0, 0.0]
+    assert all(row["mismatch/num_tokens"] > 50 and row["grad/norm"] > 0 for row in rows)
+    assert verdict(tmp_path / "run") == (True, [])
+    for overrides, rule in (
+        (
+            (*cut, "rollout.tensor_parallel=2"),
+            "mlp.down_proj [128, 320]; rule: K/TP = 320/2 = 160 is a multiple of 128",
+        ),
+        (local, "one TP size on both sides"),
+    ):
+        refused = train(tmp_path / "refused", *SHORT, *overrides)
+        assert refused.returncode == 2
+        assert rule in refused.stderr
 
 
 def test_bf16_on_both_sides_is_exact(tmp_path: Path) -> None:
