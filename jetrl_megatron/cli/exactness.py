@@ -18,7 +18,7 @@ def measure_exactness(out: Path, reduced: bool) -> bool:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # an exception ends the run of the cell too
     console = Console()
-    table = Table("model", "format", "training", "tokens", "max abs dlogp", title="exactness")
+    table = Table("model", "format", "layout", "tokens", "max abs dlogp", title="exactness")
     failed = 0
     for result in exactness.matrix(out, reduced):
         cell, value = result.cell, result.error or f"{result.max_abs_dlogp:g}"

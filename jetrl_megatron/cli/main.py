@@ -20,6 +20,7 @@ from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, 
 from jetrl_megatron.config import preflight as preflight_files
 from jetrl_megatron.config.preflight import check_flow_precision
 from jetrl_megatron.config.schema_doc import schema_text
+from jetrl_megatron.study.exactness import TABLE
 
 USER_ERROR = 2
 
@@ -133,7 +134,10 @@ def _flow_only(cfg: RunConfig) -> RunConfig:
 
 @app.command("exactness")
 def exactness(
-    out: Annotated[Path, typer.Option("--out", help="folder for the runs and the table; must not exist")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="folder for the runs and the table; a matrix that was interrupted there goes on"),
+    ],
     matrix: Annotated[bool, typer.Option("--matrix", help="all layouts, models and formats (default)")] = False,
     reduced: Annotated[bool, typer.Option("--reduced", help="one cell per model, a few minutes")] = False,
 ) -> None:
@@ -141,8 +145,8 @@ def exactness(
     with _user_errors():
         if matrix and reduced:
             _refuse([Violation("--reduced", "with --matrix", "one of the two", "leave one out")])
-        if out.exists():
-            _refuse([Violation("--out", str(out), "a new folder", "choose another one, or remove it")])
+        if out.exists() and not (out / TABLE).is_file():
+            _refuse([Violation("--out", str(out), f"a new folder, or one with {TABLE}", "choose another one")])
         raise typer.Exit(0 if measure_exactness(out, reduced) else 1)
 
 

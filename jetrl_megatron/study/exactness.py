@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from typing import Any
 import yaml
 
 MIN_TOKENS = 2000
+TABLE = "exactness.json"
 _SHAPE = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -60,6 +62,7 @@ DENSE_LAYOUTS: dict[str, Layout] = {
     "TP 2 + SP": ({"tensor": 2, "sequence": True}, {}, {}),
     "TP 4": ({"tensor": 4}, {}, {}),
     "PP 2": ({"pipeline": 2}, {}, {}),
+    "PP 2, VPP 2": ({"pipeline": 2, "virtual_pipeline": 2}, {}, {}),
     "DP 2": ({"data": 2}, {}, {}),
     "TP 2 + SP, PP 2": ({"tensor": 2, "sequence": True, "pipeline": 2}, {}, {}),
     "TP 1, engine TP 2": ({}, {"tensor_parallel": 2}, {}),
@@ -139,6 +142,7 @@ def cells(reduced: bool) -> list[Cell]:
 
 def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
     """Run one cell in `folder`; its output is kept there."""
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(cell.config(), sort_keys=False), encoding="utf-8")
@@ -158,18 +162,22 @@ def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
 
 
 def matrix(out: Path, reduced: bool) -> Iterator[Result]:
-    """Run every cell, one after the other; exactness.json and exactness.md in `out` are written again after each."""
+    """Run every cell, one after the other; TABLE and exactness.md in `out` are written again after each. Cells that
+    TABLE already holds as exact are not run again: an interrupted matrix goes on."""
+    table = out / TABLE
+    rows = json.loads(table.read_text()) if table.is_file() else []
+    done = {result.cell: result for result in map(_from_dict, rows) if result.exact}
     results: list[Result] = []
     for number, cell in enumerate(cells(reduced)):
-        results.append(run(cell, out / f"{number:02d}"))
+        results.append(done[cell] if cell in done else run(cell, out / f"{number:02d}"))
         _write(out / "exactness.md", markdown(results))
-        _write(out / "exactness.json", json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
+        _write(table, json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
         yield results[-1]
 
 
 def markdown(results: list[Result]) -> str:
     """The table for the README."""
-    lines = ["| model | format | training | tokens | max abs dlogp |", "|---|---|---|---|---|"]
+    lines = ["| model | format | layout | tokens | max abs dlogp |", "|---|---|---|---|---|"]
     for result in results:
         value = result.error or f"{result.max_abs_dlogp:g}"
         cell = result.cell
@@ -179,6 +187,11 @@ def markdown(results: list[Result]) -> str:
 
 def _as_dict(result: Result) -> dict[str, Any]:
     return {**vars(result.cell), **{k: v for k, v in vars(result).items() if k != "cell"}, "exact": result.exact}
+
+
+def _from_dict(row: dict[str, Any]) -> Result:
+    cell = Cell(row["model"], row["layout"], row["format"])
+    return Result(cell, row["max_abs_dlogp"], row["num_tokens"], row["error"])
 
 
 def _write(path: Path, text: str) -> None:

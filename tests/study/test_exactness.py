@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_megatron.config import ModelDims, RunConfig, check_model
+from jetrl_megatron.study import exactness
 from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, markdown
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,20 @@ def test_what_counts_as_exact() -> None:
         "| Llama | FP8 128x128, pow2 scales | PP 2 | 2,000 | 0 |",
         "| Llama | FP8 128x128, pow2 scales | PP 2 | 9,999 | 1e-09 |",
     ]
+
+
+def test_an_interrupted_matrix_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact cells of the table are kept, failed ones run again; the table is complete after every cell."""
+    ran: list[Cell] = []
+
+    def run(cell: Cell, _folder: Path) -> Result:
+        ran.append(cell)
+        return Result(cell, 0.0, MIN_TOKENS, None if len(ran) != 2 else "exit code 1")
+
+    monkeypatch.setattr(exactness, "run", run)
+    assert [result.exact for result in exactness.matrix(tmp_path, reduced=True)] == [True, False, True, True]
+    assert all(result.exact for result in exactness.matrix(tmp_path, reduced=True))
+    assert ran[4:] == [ran[1]]
 
 
 @pytest.mark.slow
