@@ -167,12 +167,13 @@ def matrix(out: Path, reduced: bool) -> Iterator[Result]:
     table = out / TABLE
     rows = json.loads(table.read_text()) if table.is_file() else []
     done = {result.cell: result for result in map(_from_dict, rows) if result.exact}
-    results: list[Result] = []
     for number, cell in enumerate(cells(reduced)):
-        results.append(done[cell] if cell in done else run(cell, out / f"{number:02d}"))
+        if cell not in done:
+            done[cell] = run(cell, out / f"{number:02d}")
+        results = [done[c] for c in cells(reduced) if c in done]
         _write(out / "exactness.md", markdown(results))
         _write(table, json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
-        yield results[-1]
+        yield done[cell]
 
 
 def markdown(results: list[Result]) -> str:
