@@ -1,25 +1,23 @@
-"""`jetrl train | check | schema | doctor | import-gguf`. Users' faults: one line each on stderr, exit code 2."""
+"""`jetrl train | check | schema | doctor | import-gguf | convert`. Users' faults: one line each on stderr, exit code 2."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from jetrl_megatron.cli import convert
 from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
+from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.hardware import find_gpus, fp8_backend
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
 from jetrl_megatron.config.schema_doc import schema_text
-
-USER_ERROR = 2
 
 app = typer.Typer(
     name="jetrl",
@@ -28,23 +26,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(convert.app)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML run configuration")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, e.g. trainer.num_steps=20")
 ]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder; default runs/<name>")]
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """ConfigError becomes one line per fault on stderr and exit code 2; anything else is a bug and keeps its trace."""
-    try:
-        yield
-    except ConfigError as error:
-        for line in error.errors:
-            print(f"error: {line}", file=sys.stderr)
-        raise typer.Exit(USER_ERROR) from None
 
 
 def _emulated() -> bool:
@@ -82,7 +70,7 @@ def train(
     ] = False,
 ) -> None:
     """Train. Starts the training ranks and the rollout engines on this machine."""
-    with _user_errors():
+    with user_errors():
         cfg, folder = _prepare(config, overrides, run_dir)
         _require_plan(cfg, read_dims(cfg), _emulated())
         if not resume:
@@ -95,7 +83,7 @@ def train(
 @app.command()
 def check(config: ConfigArgument, overrides: OverridesArgument = None, run_dir: RunDirOption = None) -> None:
     """Check a configuration, its files and its block layout, and print the resolved plan. Starts nothing."""
-    with _user_errors():
+    with user_errors():
         cfg, _ = _prepare(config, overrides, run_dir)
         dims, emulated = read_dims(cfg), _emulated()
         _require_plan(cfg, dims, emulated)
@@ -131,7 +119,7 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Hugging Face folder to write")],
 ) -> None:
     """Convert a GGUF model to a Hugging Face folder."""
-    with _user_errors():
+    with user_errors():
         if not source.exists():
             raise ConfigError([Violation("SRC", str(source), "an existing file or folder", "correct the path")])
         from jetrl_megatron.weights.gguf import convert_gguf

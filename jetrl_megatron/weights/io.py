@@ -120,6 +120,10 @@ class HfCheckpoint:
         self._files[file_name] = opened
         self._where.update(dict.fromkeys(opened.keys(), file_name))
 
+    def file_names(self) -> list[str]:
+        """Names of the safetensors files."""
+        return sorted(self._files)
+
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
         return sorted(self._where)
@@ -159,6 +163,10 @@ class HfCheckpoint:
                         f"{hf.name}: shape {list(self.shape(hf.name))}; rule: expected {list(hf.shape)}; "
                         f"fix: check that the weights and {self.path / CONFIG} belong together"
                     )
+        self.verify_tied(plan)
+
+    def verify_tied(self, plan: ConversionPlan) -> None:
+        """An extra lm_head beside a tied embedding must equal it. Raises ValueError."""
         if plan.dims.tied_embeddings and LM_HEAD in self._where:
             embedding, head = self.tensor("model.embed_tokens.weight"), self.tensor(LM_HEAD)
             if not torch.equal(embedding, head):
@@ -237,21 +245,17 @@ class HfWriter:
         count = len(self._shards)
         if not count:
             raise ValueError(f"{self.path}: no tensors given; rule: at least one; fix: check the conversion plan")
-        files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        _write_json(self._tmp / CONFIG, self._config)
+        files = shard_names(count)
+        write_config(self._tmp, self._config)
         for i, file_name in enumerate(files):
             shard = self._tmp / f"shard-{i}"
             shard.chmod((self._tmp / CONFIG).stat().st_mode)  # safetensors makes it readable by the owner alone
             shard.rename(self._tmp / file_name)
         if count > 1:
             where = {name: files[i] for i, names in enumerate(self._shards) for name in names}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(where.items()))}
-            _write_json(self._tmp / INDEX, index)
-        for file_name in CARRIED_FILES if self._source_dir is not None else ():
-            source = Path(self._source_dir or "") / file_name
-            if source.is_file():
-                shutil.copyfile(source, self._tmp / file_name)
-                _sync(self._tmp / file_name)
+            write_index(self._tmp, where, self._total_bytes)
+        if self._source_dir is not None:
+            carry_files(self._source_dir, self._tmp)
         _sync(self._tmp)
 
 
@@ -266,6 +270,30 @@ def write_hf(
     with HfWriter(path, config, source_dir, max_shard_bytes) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of a checkpoint of `count` shards."""
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    _write_json(folder / CONFIG, config)
+
+
+def write_index(folder: Path, where: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of a sharded checkpoint. where: tensor name -> file name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+    _write_json(folder / INDEX, index)
+
+
+def carry_files(source: Path, folder: Path) -> None:
+    """Copy generation config and tokenizer files, those that are there."""
+    for file_name in CARRIED_FILES:
+        if (source / file_name).is_file():
+            shutil.copyfile(source / file_name, folder / file_name)
+            _sync(folder / file_name)
 
 
 def _owned(tensor: Tensor) -> Tensor:

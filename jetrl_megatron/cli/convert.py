@@ -1,0 +1,116 @@
+"""`jetrl convert ...`: checkpoints between Hugging Face and Megatron, BF16 and FP8, and between layouts.
+
+Exit codes: 0 done, 1 two checkpoints differ (verify), 2 bad input. `tools/convert/*.py` run the same commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from jetrl_megatron.cli.errors import user_errors
+
+if TYPE_CHECKING:
+    from jetrl_megatron.weights.convert.job import Job
+
+POLL_S = 0.2
+
+app = typer.Typer(
+    name="convert",
+    help="Convert, reshard, inspect and compare checkpoints.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class ScaleFormatOption(StrEnum):
+    fp32 = "fp32"
+    pow2 = "pow2"
+
+
+HfOption = Annotated[Path, typer.Option("--hf", help="Hugging Face folder to read")]
+OutOption = Annotated[Path, typer.Option("--out", help="folder to make; must not exist")]
+WorkersOption = Annotated[int, typer.Option("--workers", help="processes; each makes a file at a time")]
+
+
+def script(command: Callable[..., None]) -> None:
+    """Run one command as a program of its own (tools/convert/*.py)."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command(help=command.__doc__)(command)
+    alone()
+
+
+@contextlib.contextmanager
+def _progress(job: Job) -> Iterator[None]:
+    """A bar with GB/s and the time that is left, on stderr; it watches the files grow."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task, finished = bar.add_task(job.out.name, total=job.num_bytes), threading.Event()
+
+        def watch() -> None:
+            while not finished.wait(POLL_S):
+                bar.update(task, completed=_size(job.staging))
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+            bar.update(task, completed=job.num_bytes)
+        finally:
+            finished.set()
+            thread.join()
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files of a folder that others write to."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for file in folder.iterdir():
+            total += file.stat().st_size
+    return total
+
+
+def _run(job: Job, workers: int) -> None:
+    with _progress(job):
+        job.run(workers)
+    typer.echo(f"wrote {job.out} ({job.num_bytes / 1e9:.2f} GB)")
+
+
+@app.command("bf16-to-fp8")
+def bf16_to_fp8(
+    hf: HfOption,
+    out: OutOption,
+    scale_format: Annotated[
+        ScaleFormatOption, typer.Option("--scale-format", help="scales: amax / 448, or the power of two not below")
+    ] = ScaleFormatOption.fp32,
+    workers: WorkersOption = 1,
+) -> None:
+    """Quantize the linears of a Hugging Face checkpoint to FP8 in blocks of 128 x 128.
+
+    Example: bf16_to_fp8.py --hf Qwen3-8B --out Qwen3-8B-FP8 --workers 4
+    """
+    from jetrl_megatron.weights.convert import precision
+
+    with user_errors(ValueError):
+        _run(precision.bf16_to_fp8(hf, out, scale_format.value, workers), workers)
+
+
+@app.command("fp8-to-bf16")
+def fp8_to_bf16(hf: HfOption, out: OutOption, workers: WorkersOption = 1) -> None:
+    """Dequantize a block-FP8 Hugging Face checkpoint to BF16.
+
+    Example: fp8_to_bf16.py --hf Qwen3-8B-FP8 --out Qwen3-8B
+    """
+    from jetrl_megatron.weights.convert import precision
+
+    with user_errors(ValueError):
+        _run(precision.fp8_to_bf16(hf, out, workers), workers)
