@@ -37,8 +37,21 @@ class ScaleFormatOption(StrEnum):
     pow2 = "pow2"
 
 
+class DtypeOption(StrEnum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+    fp8 = "fp8"
+
+
 HfOption = Annotated[Path, typer.Option("--hf", help="Hugging Face folder to read")]
 OutOption = Annotated[Path, typer.Option("--out", help="folder to make; must not exist")]
+MegatronOption = Annotated[Path, typer.Option("--megatron", help="Megatron checkpoint to read")]
+HfConfigOption = Annotated[
+    Path | None, typer.Option("--hf-config", help="folder with config.json and tokenizer; default: MEGATRON/hf")
+]
+TensorOption = Annotated[int, typer.Option("--tp", help="tensor-parallel size")]
+PipelineOption = Annotated[int, typer.Option("--pp", help="pipeline-parallel size")]
+ExpertOption = Annotated[int, typer.Option("--ep", help="expert-parallel size")]
 WorkersOption = Annotated[int, typer.Option("--workers", help="processes; each makes a file at a time")]
 
 
@@ -79,6 +92,12 @@ def _size(folder: Path) -> int:
     return total
 
 
+def _is_shards(folder: Path) -> bool:
+    from jetrl_megatron.weights.convert.ranks import LAYOUT_FILE
+
+    return (folder / LAYOUT_FILE).is_file()
+
+
 def _run(job: Job, workers: int) -> None:
     with _progress(job):
         job.run(workers)
@@ -114,3 +133,78 @@ def fp8_to_bf16(hf: HfOption, out: OutOption, workers: WorkersOption = 1) -> Non
 
     with user_errors(ValueError):
         _run(precision.fp8_to_bf16(hf, out, workers), workers)
+
+
+@app.command("hf-to-megatron")
+def hf_to_megatron(
+    hf: HfOption,
+    out: OutOption,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    ep: ExpertOption = 1,
+    dtype: Annotated[
+        DtypeOption, typer.Option("--dtype", help="bf16, fp32: torch_dist; fp8: one safetensors file per rank")
+    ] = DtypeOption.bf16,
+    workers: WorkersOption = 1,
+) -> None:
+    """Convert a Hugging Face checkpoint to Megatron: torch_dist, or FP8 shards per rank.
+
+    Example: hf_to_megatron.py --hf Qwen3-8B --out Qwen3-8B-mcore --tp 2
+    """
+    from jetrl_megatron.megatron import convert as megatron
+    from jetrl_megatron.weights.convert import ranks
+    from jetrl_megatron.weights.convert.layout import Layout
+
+    with user_errors(ValueError):
+        layout = Layout(tp, pp, ep)
+        if dtype is DtypeOption.fp8:
+            _run(ranks.hf_to_shards(hf, out, layout), workers)
+        else:
+            _run(megatron.hf_to_megatron(hf, out, layout, dtype is DtypeOption.fp32), workers)
+
+
+@app.command("megatron-to-hf")
+def megatron_to_hf(
+    megatron: MegatronOption,
+    out: OutOption,
+    hf_config: HfConfigOption = None,
+    workers: WorkersOption = 1,
+) -> None:
+    """Convert a Megatron checkpoint (torch_dist, a trainer's too, or FP8 shards) to a Hugging Face folder.
+
+    Example: megatron_to_hf.py --megatron runs/a/checkpoints/step_000100 --out a-hf --hf-config Qwen3-8B
+    """
+    from jetrl_megatron.megatron import convert
+    from jetrl_megatron.weights.convert import ranks
+
+    with user_errors(ValueError):
+        if _is_shards(megatron):
+            _run(ranks.shards_to_hf(megatron, out, hf_config, workers), workers)
+        else:
+            _run(convert.megatron_to_hf(megatron, out, hf_config, workers), workers)
+
+
+@app.command()
+def reshard(
+    megatron: MegatronOption,
+    out: OutOption,
+    tp: TensorOption = 1,
+    pp: PipelineOption = 1,
+    ep: ExpertOption = 1,
+    hf_config: HfConfigOption = None,
+    workers: WorkersOption = 1,
+) -> None:
+    """Cut a Megatron checkpoint (torch_dist or FP8 shards) for other parallel sizes; no value changes.
+
+    Example: reshard.py --megatron Qwen3-8B-tp2 --out Qwen3-8B-tp4 --tp 4 --pp 1 --ep 1
+    """
+    from jetrl_megatron.megatron import convert
+    from jetrl_megatron.weights.convert import ranks
+    from jetrl_megatron.weights.convert.layout import Layout
+
+    with user_errors(ValueError):
+        layout = Layout(tp, pp, ep)
+        if _is_shards(megatron):
+            _run(ranks.reshard_shards(megatron, out, layout, hf_config), workers)
+        else:
+            _run(convert.reshard(megatron, out, layout, hf_config), workers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import typer
 
@@ -19,8 +20,13 @@ def user_errors(*kinds: type[Exception]) -> Iterator[None]:
     and keeps its trace."""
     try:
         yield
-    except (ConfigError, *kinds) as error:
-        lines = error.errors if isinstance(error, ConfigError) else [" ".join(str(error).split())]
-        for line in lines:
-            print(f"error: {line}", file=sys.stderr)
-        raise typer.Exit(USER_ERROR) from None
+    except ConfigError as error:
+        _exit(error.errors)
+    except kinds as error:
+        _exit([" ".join(str(error).split())])
+
+
+def _exit(lines: list[str]) -> NoReturn:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    raise typer.Exit(USER_ERROR) from None

@@ -1,4 +1,4 @@
-"""`jetrl train | check | schema | doctor | import-gguf | convert`. Users' faults: one line each on stderr, exit code 2."""
+"""`jetrl train | check | schema | doctor | import-gguf | convert`. Users' faults are lines on stderr, exit code 2."""
 
 from __future__ import annotations
 

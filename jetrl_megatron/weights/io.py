@@ -71,7 +71,7 @@ class HfCheckpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path}: no such directory; rule: a Hugging Face checkpoint; fix: correct the path")
-        self.config: dict[str, Any] = _read_json(self.path / CONFIG)
+        self.config: dict[str, Any] = read_json(self.path / CONFIG)
         self._files: dict[str, Any] = {}  # file name -> open safetensors file
         self._where: dict[str, str] = {}  # tensor name -> file name
         self._stacked: dict[str, tuple[str, ExpertRows]] = {}  # name of one expert's tensor -> where it is stacked
@@ -99,7 +99,7 @@ class HfCheckpoint:
                     f"fix: convert .bin or .gguf weights first, or finish the download"
                 )
             return None
-        weight_map: dict[str, str] = _read_json(self.path / INDEX).get("weight_map", {})
+        weight_map: dict[str, str] = read_json(self.path / INDEX).get("weight_map", {})
         if single and SINGLE not in weight_map.values():
             raise ValueError(
                 f"{self.path}: both {SINGLE} and an index of other shards; rule: one set of weights; fix: remove one"
@@ -340,7 +340,8 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     _sync(file)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError if it is missing or something else."""
     if not file.is_file():
         raise ValueError(f"{file}: missing; rule: every checkpoint has it; fix: finish the download")
     try:

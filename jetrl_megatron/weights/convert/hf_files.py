@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.weights.convert.job import Output, Part, Step
-from jetrl_megatron.weights.convert.source import DTYPE_NAMES, QUANT_CONFIG
+from jetrl_megatron.weights.convert.source import DTYPE_NAMES, QUANT_CONFIG, byte_view
 from jetrl_megatron.weights.io import DEFAULT_MAX_SHARD_BYTES, carry_files, shard_names, write_config, write_index
 
 _ALIGNMENT = 8  # of the first data byte, as in the format
@@ -50,7 +50,7 @@ def _write_header(file: Any, outputs: Sequence[Output]) -> int:
 
 
 def _write_all(file: Any, chunk: Tensor) -> None:
-    view = memoryview(chunk.contiguous().flatten().view(torch.uint8).numpy())
+    view = byte_view(chunk.contiguous())
     while view:
         view = view[file.write(view) :]
 
@@ -97,10 +97,10 @@ def fp8_config(config: Mapping[str, Any], not_quantized: Iterable[str]) -> dict[
     return {**config, QUANT_CONFIG: quant}
 
 
-def unquantized_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the BF16 checkpoint."""
+def unquantized_config(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """config.json of a checkpoint in `dtype`."""
     plain = {key: value for key, value in config.items() if key != QUANT_CONFIG}
-    return {**plain, "torch_dtype" if "torch_dtype" in plain else "dtype": "bfloat16"}
+    return {**plain, "torch_dtype" if "torch_dtype" in plain else "dtype": str(dtype).removeprefix("torch.")}
 
 
 def modules_not_quantized(names: Iterable[str]) -> list[str]:

@@ -78,7 +78,7 @@ def bf16_to_fp8(hf: Path, out: Path, scale_format: ScaleFormat = "fp32", workers
 
 
 def fp8_to_bf16(hf: Path, out: Path, workers: int = 1) -> Job:
-    """FP8 weights dequantized (the product in fp32, one rounding), everything else as it is. Raises ValueError for a bad
+    """FP8 weights dequantized (the product in fp32, one rounding), the rest as it is. Raises ValueError for a bad
     checkpoint, also for one without FP8 weights."""
     source = Source(hf)
     if not source.is_fp8:

@@ -60,7 +60,7 @@ class Span:
     def read_into(self, out: Tensor, first: int = 0) -> Tensor:
         """Fill contiguous `out` with rows [first, first + len(out)). Raises ValueError if the file ends early."""
         assert out.is_contiguous()
-        view = memoryview(out.flatten().view(torch.uint8).numpy())
+        view = byte_view(out)
         with open(self.file, "rb", buffering=0) as handle:
             handle.seek(self.start + first * self.row_bytes)
             while view:
@@ -76,6 +76,11 @@ class Span:
 
     def whole(self) -> Tensor:
         return self.rows(0, self.shape[0])
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, shared with it."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def row_chunks(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -267,8 +272,8 @@ def _weight(path: Path, spans: dict[str, Span], name: str, shape: tuple[int, ...
         raise ValueError(f"{name}{SCALE_SUFFIX}: missing; rule: every FP8 weight has its scales; fix: get it again")
     if scale.shape != grid or scale.dtype not in SCALE_DTYPES:
         raise ValueError(
-            f"{scale.name}: {DTYPE_NAMES[scale.dtype]} {list(scale.shape)}; rule: F32, BF16 or F8_E8M0 {list(grid)} for "
-            f"a weight of {list(shape)}; fix: get the checkpoint again"
+            f"{scale.name}: {DTYPE_NAMES[scale.dtype]} {list(scale.shape)}; rule: F32, BF16 or F8_E8M0 {list(grid)} "
+            f"for a weight of {list(shape)}; fix: get the checkpoint again"
         )
     values = scale.whole().float()
     bad = int((~(torch.isfinite(values) & (values > 0))).sum())
