@@ -1,10 +1,12 @@
-"""BF16 <-> FP8 of Hugging Face checkpoints: bytes by an independent quantizer, readable by others, lossless where it can
-be."""
+"""BF16 <-> FP8 of Hugging Face checkpoints: the bytes of an independent quantizer, readable by others, lossless."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ from torch import Tensor
 from jetrl_megatron.weights.convert.precision import bf16_to_fp8, fp8_to_bf16
 from jetrl_megatron.weights.convert.source import CHUNK_BYTES, dequantize_rows, row_chunks
 from tests.convert.conftest import Models
+from tests.convert.stock_sglang import sglang_environment
 from tests.convert.support import assert_same, read
 from tests.support.models import FAMILIES, assert_same_bits
 from tests.support.oracles import codes_of, dequantize, quantize_blocks, spread
 
+ROOT = Path(__file__).parents[2]
 SCALE = "_scale_inv"
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -121,35 +125,29 @@ def test_public_checkpoints(tmp_path: Path, models: Models) -> None:
             assert_same_bits(tensor, expected[name], name)
 
 
-def test_sglang_reads_it(tmp_path: Path, models: Models) -> None:
-    """Stock SGLang's FP8 configuration takes ours, quantizes the linears and leaves router and lm_head alone, and its
-    dequantization of our bytes gives our BF16 weights."""
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
-    from sglang.srt.layers.quantization.utils import is_layer_skipped
-
-    bf16_to_fp8(models("qwen3_moe"), tmp_path / "fp8").run()
-    fp8_to_bf16(tmp_path / "fp8", tmp_path / "bf16").run()
-    config = Fp8Config.from_config(json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"])
-    assert config.is_checkpoint_fp8_serialized
-    assert config.activation_scheme == "dynamic"
-    assert config.weight_block_size == [128, 128]
-    skipped = {
-        prefix: is_layer_skipped(prefix, config.ignored_layers)
-        for prefix in (
-            "lm_head",
-            "model.layers.0.mlp.gate",
-            "model.layers.0.mlp.gate_up_proj",
-            "model.layers.0.mlp.experts",
-            "model.layers.0.self_attn.qkv_proj",
-            "model.layers.0.self_attn.o_proj",
-        )
-    }
-    assert [prefix for prefix, is_skipped in skipped.items() if is_skipped] == ["lm_head", "model.layers.0.mlp.gate"]
-    fp8, bf16 = read(tmp_path / "fp8"), read(tmp_path / "bf16")
-    for name in filter(is_linear, fp8):
-        theirs = block_quant_dequant(fp8[name], fp8[name + SCALE], [128, 128], torch.bfloat16)
-        assert_same_bits(theirs, bf16[name], name)
+@pytest.mark.slow
+@pytest.mark.multi
+def test_stock_sglang_loads_it(tmp_path: Path, models: Models) -> None:
+    """Stock SGLang, our plugin inactive, loads every code and scale into its FP8 linears. Not for Llama: SGLang 0.5.23
+    renames the scales of that architecture and then drops them (models/llama.py, load_weights)."""
+    bf16_to_fp8(models("qwen3"), tmp_path / "fp8").run()
+    command = [sys.executable, "-m", "tests.convert.stock_sglang", str(tmp_path / "fp8"), str(tmp_path / "held.pt")]
+    done = subprocess.run(
+        command, env=sglang_environment(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    held, ours = torch.load(tmp_path / "held.pt"), read(tmp_path / "fp8")
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    compared = 0
+    for layer in range(4):
+        for linear in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
+            block, _, name = linear.partition(".")
+            for suffix in ("weight", "weight" + SCALE):
+                parts = [ours[f"model.layers.{layer}.{block}.{p}.{suffix}"] for p in fused.get(name, (name,))]
+                expected = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+                assert_same_bits(held[f"model.layers.{layer}.{linear}.{suffix}"], expected, f"{linear}.{suffix}")
+                compared += len(parts)
+    assert compared == len([name for name in ours if is_linear(name) or name.endswith(SCALE)])
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (256, 384), (1, 1)])
@@ -169,4 +167,4 @@ def test_chunks_start_on_blocks() -> None:
         assert chunks[0][0] == 0
         assert chunks[-1][1] == shape[0]
         assert all(first % 128 == 0 for first, _ in chunks)
-        assert all(a[1] == b[0] for a, b in zip(chunks, chunks[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(chunks))
