@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 two checkpoints differ (verify), 2 bad input. `tools/conve
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jetrl_megatron.weights.convert.job import Job
 
 POLL_S = 0.2
+DIFFERS = 1
 
 app = typer.Typer(
     name="convert",
@@ -208,3 +210,51 @@ def reshard(
             _run(ranks.reshard_shards(megatron, out, layout, hf_config), workers)
         else:
             _run(convert.reshard(megatron, out, layout, hf_config), workers)
+
+
+@app.command("inspect")
+def inspect_checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="checkpoint of any format")],
+    tp: Annotated[str, typer.Option("--tp", help="tensor-parallel sizes to look at")] = "1,2,4,8",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    hf_config: HfConfigOption = None,
+) -> None:
+    """Tell what a checkpoint is: family, dims, precision, block grid, layout per TP size and what would be cut.
+
+    Example: inspect_checkpoint.py Qwen3-4B --tp 1,2,4,8
+    """
+    from jetrl_megatron.cli.checkpoints import open_checkpoint
+    from jetrl_megatron.weights.convert import inspect
+
+    with user_errors(ValueError):
+        if not all(size.strip().isdigit() and int(size) for size in tp.split(",")):
+            raise ValueError(f"tp: {tp!r}; rule: positive integers with commas; fix: e.g. 1,2,4,8")
+        opened = open_checkpoint(path, hf_config)
+        sizes = [int(size) for size in tp.split(",")]
+        found = inspect.describe(opened.kind, opened.dims, opened.dtypes, opened.num_bytes, sizes)
+        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(inspect.lines(found)))
+
+
+@app.command()
+def verify(
+    a: Annotated[Path, typer.Argument(metavar="A", help="checkpoint of any format")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="checkpoint of any format")],
+    logits: Annotated[bool, typer.Option("--logits", help="also compare logits (both models in fp32)")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    hf_config: HfConfigOption = None,
+) -> None:
+    """Compare two checkpoints tensor by tensor: bits where the precision is the same, else values. Exit 1: they differ.
+
+    Example: verify.py Qwen3-8B Qwen3-8B-mcore --logits
+    """
+    from jetrl_megatron.cli.checkpoints import open_checkpoint
+    from jetrl_megatron.weights.convert import compare
+
+    with user_errors(ValueError):
+        left, right = (open_checkpoint(path, hf_config) for path in (a, b))
+        found = list(compare.differences(left.tensors, right.tensors))
+        shown = compare.compare_logits(left.tensors, right.tensors, left.config) if logits else None
+        report = compare.report(found, len(left.dtypes), shown)
+        typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(compare.lines(report)))
+    if found:
+        raise typer.Exit(DIFFERS)

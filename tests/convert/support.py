@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,3 @@ def assert_same(actual: Path, expected: Path) -> None:
     assert a.keys() == b.keys()
     for name in b:
         assert_same_bits(a[name], b[name], name)
-
-
-@cache
-def console_script(name: str) -> Path:
-    return Path(__file__).parents[2] / "tools" / "convert" / f"{name}.py"
