@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from jetrl_megatron.cli import convert
 from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
+from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import find_gpus, fp8_backend
 from jetrl_megatron.cli.render import print_plan
@@ -22,8 +23,6 @@ from jetrl_megatron.config.preflight import check_flow_precision
 from jetrl_megatron.config.schema_doc import schema_text
 from jetrl_megatron.study.exactness import TABLE
 
-USER_ERROR = 2
-
 app = typer.Typer(
     name="jetrl",
     help="RL of LLMs with one FP8 precision flow in training and rollout.",
@@ -31,23 +30,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(convert.app)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML run configuration")]
 OverridesArgument = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, e.g. trainer.num_steps=20")
 ]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder; default runs/<name>")]
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """ConfigError becomes one line per fault on stderr and exit code 2; anything else is a bug and keeps its trace."""
-    try:
-        yield
-    except ConfigError as error:
-        for line in error.errors:
-            print(f"error: {line}", file=sys.stderr)
-        raise typer.Exit(USER_ERROR) from None
 
 
 def _emulated() -> bool:
@@ -88,7 +77,7 @@ def train(
     ] = False,
 ) -> None:
     """Train. Starts the training ranks and the rollout engines on this machine."""
-    with _user_errors():
+    with user_errors():
         cfg, folder = _prepare(config, overrides, run_dir)
         _require_plan(cfg, read_dims(cfg), _emulated())
         if not resume:
@@ -101,7 +90,7 @@ def train(
 @app.command()
 def check(config: ConfigArgument, overrides: OverridesArgument = None, run_dir: RunDirOption = None) -> None:
     """Check a configuration, its files and its block layout, and print the resolved plan. Starts nothing."""
-    with _user_errors():
+    with user_errors():
         cfg, _ = _prepare(config, overrides, run_dir)
         dims, emulated = read_dims(cfg), _emulated()
         _require_plan(cfg, dims, emulated)
@@ -115,7 +104,7 @@ def precision_flow(
     overrides: OverridesArgument = None,
 ) -> None:
     """Record the precision flow of training and of rollout: exit 0 if rollout's is part of training's, else 1."""
-    with _user_errors():
+    with user_errors():
         cfg, folder = _prepare(config, overrides, out / "run")
         _refuse(check_model(cfg, read_dims(cfg), emulated=_emulated()))
         from jetrl_megatron.trainer.launch import launch
@@ -142,7 +131,7 @@ def exactness(
     reduced: Annotated[bool, typer.Option("--reduced", help="one cell per model, a few minutes")] = False,
 ) -> None:
     """Measure max |dlogp| for layouts x models x formats, each a real run: exit 0 if all are exactly 0.0, else 1."""
-    with _user_errors():
+    with user_errors():
         if matrix and reduced:
             _refuse([Violation("--reduced", "with --matrix", "one of the two", "leave one out")])
         if out.exists() and not (out / TABLE).is_file():
@@ -179,7 +168,7 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Hugging Face folder to write")],
 ) -> None:
     """Convert a GGUF model to a Hugging Face folder."""
-    with _user_errors():
+    with user_errors():
         if not source.exists():
             raise ConfigError([Violation("SRC", str(source), "an existing file or folder", "correct the path")])
         from jetrl_megatron.weights.gguf import convert_gguf

@@ -6,7 +6,7 @@ import itertools
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,14 @@ FLOAT_DTYPES = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Header entry of one tensor. dtype as safetensors spells it (BF16, F32, F8_E4M3, ...)."""
+    """Header entry of one tensor. dtype as safetensors spells it (BF16, F32, F8_E4M3, ...). start: its first byte in
+    the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     file: str
+    start: int
 
 
 def read_header(path: Path) -> list[TensorInfo]:
@@ -45,8 +47,10 @@ def read_header(path: Path) -> list[TensorInfo]:
         if name == "__metadata__":
             continue
         try:
-            info = TensorInfo(name, str(entry["dtype"]), tuple(int(d) for d in entry["shape"]), path.name)
-            end = max(end, int(entry["data_offsets"][1]))
+            first, last = map(int, entry["data_offsets"])
+            shape = tuple(int(d) for d in entry["shape"])
+            info = TensorInfo(name, str(entry["dtype"]), shape, path.name, 8 + length + first)
+            end = max(end, last)
         except (KeyError, TypeError, ValueError, IndexError):
             raise ValueError(f"malformed header entry of {name}") from None
         tensors.append(info)
@@ -149,9 +153,7 @@ def _per_expert(info: TensorInfo) -> list[TensorInfo]:
     parts = split_experts(info.name, info.shape)
     if not parts:
         return [info]
-    return [
-        TensorInfo(name, info.dtype, (rows.last - rows.first, info.shape[2]), info.file) for name, rows in parts.items()
-    ]
+    return [replace(info, name=name, shape=(rows.last - rows.first, info.shape[2])) for name, rows in parts.items()]
 
 
 def _compare(folder: Path, dims: ModelDims, found: dict[str, TensorInfo]) -> Iterator[Violation]:

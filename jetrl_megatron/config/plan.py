@@ -143,7 +143,10 @@ def check_model(cfg: RunConfig, dims: ModelDims, *, emulated: bool = True) -> li
 
 
 def working_tp(cfg: RunConfig, dims: ModelDims, side: Side, invariant: bool) -> list[int]:
-    """The TP sizes out of TP_CANDIDATES at which no per-side rule is broken."""
+    """The TP sizes out of TP_CANDIDATES at which no per-side rule is broken; invariant sums allow no cut shards."""
+    if invariant:
+        precision = cfg.precision.model_copy(update={"misaligned": "error"})
+        cfg = cfg.model_copy(update={"precision": precision})
     return [
         tp
         for tp in TP_CANDIDATES

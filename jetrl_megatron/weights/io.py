@@ -71,7 +71,7 @@ class HfCheckpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise ValueError(f"{self.path}: no such directory; rule: a Hugging Face checkpoint; fix: correct the path")
-        self.config: dict[str, Any] = _read_json(self.path / CONFIG)
+        self.config: dict[str, Any] = read_json(self.path / CONFIG)
         self._files: dict[str, Any] = {}  # file name -> open safetensors file
         self._where: dict[str, str] = {}  # tensor name -> file name
         self._stacked: dict[str, tuple[str, ExpertRows]] = {}  # name of one expert's tensor -> where it is stacked
@@ -99,7 +99,7 @@ class HfCheckpoint:
                     f"fix: convert .bin or .gguf weights first, or finish the download"
                 )
             return None
-        weight_map: dict[str, str] = _read_json(self.path / INDEX).get("weight_map", {})
+        weight_map: dict[str, str] = read_json(self.path / INDEX).get("weight_map", {})
         if single and SINGLE not in weight_map.values():
             raise ValueError(
                 f"{self.path}: both {SINGLE} and an index of other shards; rule: one set of weights; fix: remove one"
@@ -119,6 +119,10 @@ class HfCheckpoint:
             ) from error
         self._files[file_name] = opened
         self._where.update(dict.fromkeys(opened.keys(), file_name))
+
+    def file_names(self) -> list[str]:
+        """Names of the safetensors files."""
+        return sorted(self._files)
 
     def names(self) -> list[str]:
         """Names of all tensors, sorted."""
@@ -159,6 +163,10 @@ class HfCheckpoint:
                         f"{hf.name}: shape {list(self.shape(hf.name))}; rule: expected {list(hf.shape)}; "
                         f"fix: check that the weights and {self.path / CONFIG} belong together"
                     )
+        self.verify_tied(plan)
+
+    def verify_tied(self, plan: ConversionPlan) -> None:
+        """An extra lm_head beside a tied embedding must equal it. Raises ValueError."""
         if plan.dims.tied_embeddings and LM_HEAD in self._where:
             embedding, head = self.tensor("model.embed_tokens.weight"), self.tensor(LM_HEAD)
             if not torch.equal(embedding, head):
@@ -237,21 +245,17 @@ class HfWriter:
         count = len(self._shards)
         if not count:
             raise ValueError(f"{self.path}: no tensors given; rule: at least one; fix: check the conversion plan")
-        files = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-        _write_json(self._tmp / CONFIG, self._config)
+        files = shard_names(count)
+        write_config(self._tmp, self._config)
         for i, file_name in enumerate(files):
             shard = self._tmp / f"shard-{i}"
             shard.chmod((self._tmp / CONFIG).stat().st_mode)  # safetensors makes it readable by the owner alone
             shard.rename(self._tmp / file_name)
         if count > 1:
             where = {name: files[i] for i, names in enumerate(self._shards) for name in names}
-            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(where.items()))}
-            _write_json(self._tmp / INDEX, index)
-        for file_name in CARRIED_FILES if self._source_dir is not None else ():
-            source = Path(self._source_dir or "") / file_name
-            if source.is_file():
-                shutil.copyfile(source, self._tmp / file_name)
-                _sync(self._tmp / file_name)
+            write_index(self._tmp, where, self._total_bytes)
+        if self._source_dir is not None:
+            carry_files(self._source_dir, self._tmp)
         _sync(self._tmp)
 
 
@@ -266,6 +270,30 @@ def write_hf(
     with HfWriter(path, config, source_dir, max_shard_bytes) as writer:
         for name, tensor in tensors:
             writer.add(name, tensor)
+
+
+def shard_names(count: int) -> list[str]:
+    """File names of a checkpoint of `count` shards."""
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    _write_json(folder / CONFIG, config)
+
+
+def write_index(folder: Path, where: Mapping[str, str], total_bytes: int) -> None:
+    """Write the index of a sharded checkpoint. where: tensor name -> file name."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(where.items()))}
+    _write_json(folder / INDEX, index)
+
+
+def carry_files(source: Path, folder: Path) -> None:
+    """Copy generation config and tokenizer files, those that are there."""
+    for file_name in CARRIED_FILES:
+        if (source / file_name).is_file():
+            shutil.copyfile(source / file_name, folder / file_name)
+            _sync(folder / file_name)
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -312,7 +340,8 @@ def _write_json(file: Path, value: Mapping[str, Any]) -> None:
     _sync(file)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises ValueError if it is missing or something else."""
     if not file.is_file():
         raise ValueError(f"{file}: missing; rule: every checkpoint has it; fix: finish the download")
     try:

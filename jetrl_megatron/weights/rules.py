@@ -114,6 +114,14 @@ class Rule:
         num_cols = self.hf[0].shape[1]
         return (num_rows, num_cols // tp if self.tp_dim == 1 else num_cols)
 
+    def scale_shape(self, tp: int, rank: int) -> tuple[int, int]:
+        """Shape of the row-expanded scales of one shard: a row per local row, a column per block that it touches."""
+        rows, cols = self.megatron_shape(tp)
+        if self.tp_dim != 1:
+            return rows, -(-cols // BLOCK)
+        start, stop = self._column_span(BLOCK, tp, rank)
+        return rows, stop - start
+
     def runs(self, tp: int, rank: int) -> list[Run]:
         """Runs of HF rows of the local shard of TP rank `rank`, top to bottom. Raises ValueError for a bad tp."""
         self.check_tensor_parallel(tp)
@@ -235,10 +243,7 @@ class Rule:
         fine = self.megatron_shape(len(shards))
         grids = []
         for rank, shard in enumerate(shards):
-            coarse = fine[:1] + _coarse(fine)
-            if self.tp_dim == 1:
-                start, stop = self._column_span(BLOCK, len(shards), rank)
-                coarse = (fine[0], stop - start)
+            coarse = self.scale_shape(len(shards), rank) if len(fine) == 2 else fine
             grids.append(_grid_of(f"{self.megatron_name} (TP rank {rank})", shard, fine, coarse))
         self._check_alike(shards, grids)
         return grids[0]

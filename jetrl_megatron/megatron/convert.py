@@ -1,0 +1,445 @@
+"""Megatron's distributed checkpoints (torch_dist) without process groups: one process reads and writes them, streamed.
+
+A torch_dist checkpoint holds global tensors as chunks: `.metadata` says which part of which tensor lies where in the
+`.distcp` files, and any layout can load it. Names as in Megatron-Core: a parameter of every layer is one tensor with
+the layers in front, `decoder.layers.self_attention.linear_qkv.weight` [L, n, k]; of every expert, with the layers and
+experts in front. The norms are stored once under two names, which layers with separate norms (ours) and with fused ones
+(the stock specs) ask for.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
+from jetrl_megatron.weights.convert.job import Job, Output, Part
+from jetrl_megatron.weights.convert.layout import Layout, carry_model_files, model_files
+from jetrl_megatron.weights.convert.source import DTYPE_NAMES, Source, Weight
+from jetrl_megatron.weights.plan import ConversionPlan, expert_of, layer_of
+from jetrl_megatron.weights.rules import Rule
+
+CONFIG_FILE = "metadata.json"
+METADATA = ".metadata"
+MAX_PADDING_ROWS = 128 * 64  # stock Megatron pads the vocabulary to a multiple of 128 x TP
+_FUSED_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_LAYERS = "decoder.layers."
+
+
+# ---------------------------------------------------------------- names
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in a global tensor: `key`, at index `lead` (layer, expert) of its leading dimensions
+    `lead_shape`."""
+
+    key: str
+    lead: tuple[int, ...]
+    lead_shape: tuple[int, ...]
+
+
+def places(rule: Rule, plan: ConversionPlan) -> list[Place]:
+    """Every place where a checkpoint may hold the parameter; the first ones are written, in one copy."""
+    layer, expert = layer_of(rule), expert_of(rule)
+    if layer is None:
+        return [Place(rule.megatron_name, (), ())]
+    name = rule.megatron_name.removeprefix(f"{_LAYERS}{layer}.")
+    lead: tuple[int, ...] = (layer,)
+    shape: tuple[int, ...] = (plan.dims.num_layers,)
+    if expert is not None:
+        assert plan.dims.moe is not None
+        name = name.replace(f"experts.local_experts.{expert}.", "experts.experts.")
+        lead, shape = (layer, expert), (plan.dims.num_layers, plan.dims.moe.num_experts)
+    names = [name, _FUSED_NORMS[name]] if name in _FUSED_NORMS else [name]
+    stacked = [Place(_LAYERS + n, lead, shape) for n in names]
+    single = [Place(f"{_LAYERS}{layer}.{n}", lead[1:], shape[1:]) for n in names]  # non-homogeneous layers
+    return stacked + single
+
+
+def written_places(rule: Rule, plan: ConversionPlan) -> list[Place]:
+    found = places(rule, plan)
+    return found[: max(len(found) // 2, 1)]
+
+
+# ---------------------------------------------------------------- writing
+@dataclass(frozen=True)
+class HfTensors:
+    """The HF tensors of a parameter as one global Megatron tensor."""
+
+    weights: tuple[Weight, ...]
+    dtype: torch.dtype
+
+    def load(self, rule: Rule, out: Tensor) -> None:
+        """Fill `out`, the unsharded Megatron tensor: read straight into place where no value changes."""
+        dense: dict[int, Tensor] = {}
+        row = 0
+        for part, start, length in rule.runs(1, 0):
+            weight, rows = self.weights[part], out.narrow(0, row, length)
+            if weight.scale is None and weight.span.dtype == self.dtype:
+                weight.span.read_into(rows, start)
+            else:
+                if part not in dense:
+                    dense[part] = weight.dense()
+                rows.copy_(dense[part].narrow(0, start, length))
+            row += length
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A parameter of another torch_dist checkpoint."""
+
+    path: str
+    hf_config: str
+    dtype: torch.dtype
+
+    def load(self, rule: Rule, out: Tensor) -> None:
+        out.copy_(_opened(self.path, self.hf_config).parameter(rule))
+
+
+@dataclass(frozen=True)
+class WriteParameter:
+    """One global Megatron tensor as chunks, one per tensor-parallel rank (two where gate and up are fused)."""
+
+    rule: Rule
+    source: HfTensors | StoredTensor
+    tensor: int
+    places: tuple[Place, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Unsharded; the vocabulary padded to a multiple of the tensor-parallel size."""
+        shape = self.rule.megatron_shape(self.tensor)
+        if self.rule.tp_dim is None:
+            return shape
+        return tuple(size * self.tensor if i == self.rule.tp_dim else size for i, size in enumerate(shape))
+
+    def outputs(self) -> Sequence[Output]:
+        return (Output(self.places[0].key, self.source.dtype, self.shape),)
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        yield from ((0, piece) for _, piece in self.pieces())
+
+    def pieces(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """(offset, chunk) of the global tensor."""
+        whole = torch.empty(self.shape, dtype=self.source.dtype)
+        held = self.rule.megatron_shape(1)[0]
+        whole[held:].zero_()
+        self.source.load(self.rule, whole[:held])
+        dim = 1 if self.rule.tp_dim == 1 else 0
+        count = 1 if self.rule.tp_dim is None else self.tensor
+        for i, piece in enumerate(whole.chunk(count * (2 if self.rule.kind == "gate_up" else 1), dim)):
+            at = i * piece.shape[dim]
+            yield tuple(at if d == dim else 0 for d in range(whole.ndim)), piece.contiguous()
+
+
+def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
+    """Write one `.distcp` file; returns where each chunk lies."""
+    written = []
+    with open(folder / part.files[0], "wb") as file:
+        for step in part.steps:
+            assert isinstance(step, WriteParameter)
+            for offset, piece in step.pieces():
+                start = file.tell()
+                torch.save(piece.view(*[1] * len(step.places[0].lead), *piece.shape), file)
+                written.append(
+                    {
+                        "places": [[place.key, place.lead, place.lead_shape] for place in step.places],
+                        "dtype": DTYPE_NAMES[piece.dtype],
+                        "shape": step.shape,
+                        "offset": offset,
+                        "sizes": list(piece.shape),
+                        "start": start,
+                        "length": file.tell() - start,
+                    }
+                )
+    return written
+
+
+def _write_metadata(folder: Path, parts: Sequence[Part], results: list[Any], plan: ConversionPlan) -> None:
+    """`.metadata` and metadata.json, with Megatron's empty extra states and common state in a file of their own."""
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    for part, chunks in zip(parts, results, strict=True):
+        for chunk in chunks:
+            for key, lead, lead_shape in chunk["places"]:
+                properties = TensorProperties(dtype=dtypes[chunk["dtype"]])
+                size = torch.Size((*lead_shape, *chunk["shape"]))
+                tensor = tensors.setdefault(key, TensorStorageMetadata(properties, size, []))
+                offsets = torch.Size((*lead, *chunk["offset"]))
+                sizes = torch.Size((*[1] * len(lead), *chunk["sizes"]))
+                tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+                info = _StorageInfo(part.files[0], chunk["start"], chunk["length"])
+                storage[MetadataIndex(key, offsets)] = info
+    objects_file = f"__{len(parts)}_0.distcp"
+    with open(folder / objects_file, "wb") as file:
+        nothing = _write_object(file, objects_file, [None])
+        for key in _extra_states(plan):
+            tensors[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), nothing
+        key = "common_state/shard_0_1"
+        common = _write_object(file, objects_file, [{"checkpoint_version": 3.0}])
+        tensors[key], storage[MetadataIndex(key)] = BytesStorageMetadata(), common
+    (folder / METADATA).write_bytes(pickle.dumps(Metadata(tensors, storage_data=storage)))
+    (folder / CONFIG_FILE).write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+def _write_object(file: Any, name: str, value: Any) -> _StorageInfo:
+    start, packed = file.tell(), io.BytesIO()
+    torch.save(value, packed)
+    file.write(packed.getbuffer())
+    return _StorageInfo(name, start, file.tell() - start)
+
+
+def _extra_states(plan: ConversionPlan) -> Iterator[str]:
+    """Keys of the (empty) extra states that Megatron's linears ask for when they load."""
+    for rule in plan.rules:
+        place = places(rule, plan)[0]
+        if place.lead and ".linear_" in place.key and place.key.endswith(".weight"):
+            at, of = (".".join(map(str, numbers)) for numbers in (place.lead, place.lead_shape))
+            yield f"{place.key.removesuffix('weight')}_extra_state/shard_{at}_{of}"
+
+
+def _distributed_job(
+    out: Path,
+    plan: ConversionPlan,
+    layout: Layout,
+    sources: dict[str, HfTensors] | dict[str, StoredTensor],
+    model: tuple[Path, dict[str, Any]],
+    key: dict[str, Any],
+) -> Job:
+    """One file for the embedding, one per layer, one for the output."""
+    layout.check(plan)
+    groups: dict[int, list[WriteParameter]] = {}
+    for rule in plan.rules:
+        layer = layer_of(rule)
+        group = layer + 1 if layer is not None else 0 if rule is plan.rules[0] else plan.dims.num_layers + 1
+        found = tuple(written_places(rule, plan))
+        groups.setdefault(group, []).append(WriteParameter(rule, sources[rule.megatron_name], layout.tensor, found))
+    parts = [Part((f"__{i}_0.distcp",), tuple(groups[i])) for i in sorted(groups)]
+
+    def finish(folder: Path, results: list[Any]) -> None:
+        _write_metadata(folder, parts, results, plan)
+        carry_model_files(*model, folder)
+
+    return Job(out, parts, write_distcp, finish, {**key, "layout": asdict(layout)})
+
+
+def hf_to_megatron(hf: Path, out: Path, layout: Layout, fp32: bool = False) -> Job:
+    """A torch_dist checkpoint in bf16 or fp32; FP8 weights are dequantized. Its chunks are the shards of `layout`,
+    so that a rank of that layout reads its own bytes only; any other layout loads it too."""
+    source, dtype = Source(hf), torch.float32 if fp32 else torch.bfloat16
+    sources = {
+        rule.megatron_name: HfTensors(tuple(source.weights[part.name] for part in rule.hf), dtype)
+        for rule in source.plan.rules
+    }
+    key = {"tool": "hf_to_megatron", "dtype": DTYPE_NAMES[dtype], "files": source.fingerprint()}
+    return _distributed_job(out, source.plan, layout, sources, (source.path, source.config), key)
+
+
+# ---------------------------------------------------------------- reading
+class MegatronCheckpoint:
+    """A torch_dist checkpoint, also one that the trainer or Megatron saved (optimizer state is left alone). Raises
+    ValueError for a missing, unfitting or superfluous tensor."""
+
+    def __init__(self, path: Path, hf_config: Path | None = None) -> None:
+        self.path = path
+        self.model_dir, self.config = model_files(path, hf_config)
+        self.plan = ConversionPlan(ModelDims.from_hf(self.config))
+        if not (path / METADATA).is_file():
+            raise ValueError(f"{path / METADATA}: missing; rule: a complete torch_dist checkpoint; fix: save it again")
+        try:
+            metadata = FileSystemReader(path).read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            raise ValueError(
+                f"{path / METADATA}: not readable ({error}); rule: a torch_dist checkpoint; fix: save it again"
+            ) from error
+        self._storage = metadata.storage_data
+        self._tensors = {
+            key: value
+            for key, value in metadata.state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata) and not key.startswith("optimizer.")
+        }
+        known = {place.key: len(place.lead) for rule in self.plan.rules for place in places(rule, self.plan)}
+        self._check_names(known)
+        self._chunks = {key: _by_lead(value, known[key]) for key, value in self._tensors.items()}
+
+    def _check_names(self, known: Container[str]) -> None:
+        extra = sorted(key for key in self._tensors if key not in known)
+        if extra:
+            raise ValueError(
+                f"{self.path}: {extra[0]} has no rule ({len(extra)} such tensors); rule: the tensors of "
+                f"{self.plan.dims.model_type}; fix: check model_type and tie_word_embeddings in config.json"
+            )
+        for rule in self.plan.rules:
+            self._place(rule)
+
+    def _place(self, rule: Rule) -> tuple[Place, TensorStorageMetadata]:
+        """Where the parameter is. Raises ValueError if nowhere or in another shape; a vocabulary may be padded."""
+        found = [place for place in places(rule, self.plan) if place.key in self._tensors]
+        if not found:
+            raise ValueError(
+                f"{rule.megatron_name}: not in {self.path}; rule: every parameter of the model; fix: check config.json"
+            )
+        tensor, shape = self._tensors[found[0].key], (*found[0].lead_shape, *rule.megatron_shape(1))
+        size = tuple(tensor.size)
+        padding = size[0] - shape[0] if rule.kind == "vocab" else 0
+        if (size[0] - padding, *size[1:]) != shape or not 0 <= padding < MAX_PADDING_ROWS:
+            padded = f" and at most {MAX_PADDING_ROWS - 1} rows of padding" if rule.kind == "vocab" else ""
+            raise ValueError(
+                f"{rule.megatron_name}: shape {list(size)}; rule: {list(shape)}{padded}; fix: check that config.json "
+                f"(vocab_size, num_hidden_layers) belongs to the checkpoint"
+            )
+        return found[0], tensor
+
+    def dtype(self, rule: Rule) -> torch.dtype:
+        found: torch.dtype = self._place(rule)[1].properties.dtype
+        return found
+
+    def parameter(self, rule: Rule) -> Tensor:
+        """The unsharded Megatron tensor, without padding. Raises ValueError for a hole or a truncated file."""
+        place, tensor = self._place(rule)
+        shape = rule.megatron_shape(1)
+        out = torch.empty(shape, dtype=tensor.properties.dtype)
+        covered = 0
+        for chunk in (*self._chunks[place.key].get(place.lead, ()), *self._chunks[place.key].get(None, ())):
+            lead = [at - first for at, first in zip(place.lead, chunk.offsets, strict=False)]
+            if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
+                continue
+            stored = self._read(place.key, chunk)
+            for at in lead:
+                stored = stored[at]
+            target = out
+            for dim, first in enumerate(chunk.offsets[len(lead) :]):
+                length = max(min(stored.shape[dim], out.shape[dim] - first), 0)
+                target, stored = target.narrow(dim, min(first, out.shape[dim]), length), stored.narrow(dim, 0, length)
+            target.copy_(stored)
+            covered += target.numel()
+        if covered != out.numel():
+            raise ValueError(
+                f"{rule.megatron_name}: {covered} of {out.numel()} elements in {self.path}; rule: chunks cover the "
+                f"tensor; fix: save the checkpoint again"
+            )
+        return out
+
+    def _read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        info = self._storage[MetadataIndex(key, chunk.offsets)]
+        file = self.path / info.relative_path
+        try:
+            with open(file, "rb") as handle:
+                part: Any = _Slice(handle, info.offset, info.length)
+                tensor: Tensor = torch.load(part, weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            raise ValueError(
+                f"{file}: {key} is not readable ({error}); rule: complete files; fix: get the checkpoint again"
+            ) from error
+        return tensor
+
+    def fingerprint(self) -> list[Any]:
+        """Changes when a file does: names, sizes and times."""
+        files = sorted({info.relative_path for info in self._storage.values()} | {METADATA})
+        stats = [(file, (self.path / file).stat()) for file in files if (self.path / file).is_file()]
+        return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+
+
+def _by_lead(
+    tensor: TensorStorageMetadata, num_leading: int
+) -> dict[tuple[int, ...] | None, list[ChunkStorageMetadata]]:
+    """Chunks by their leading indices; None: chunks that hold several layers or experts."""
+    found: dict[tuple[int, ...] | None, list[ChunkStorageMetadata]] = {}
+    for chunk in tensor.chunks:
+        lead = tuple(chunk.offsets[:num_leading])
+        single = all(size == 1 for size in chunk.sizes[:num_leading])
+        found.setdefault(lead if single else None, []).append(chunk)
+    return found
+
+
+class _Slice(io.RawIOBase):
+    """Bytes [start, start + length) of a file as a file."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        super().__init__()
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        self._file.seek(self._start + self._at)
+        count = int(self._file.readinto(view))
+        self._at += count
+        return count
+
+
+@cache
+def _opened(path: str, hf_config: str) -> MegatronCheckpoint:
+    """One reader per process and checkpoint, for steps that run in worker processes."""
+    return MegatronCheckpoint(Path(path), Path(hf_config))
+
+
+@dataclass(frozen=True)
+class ReadParameter:
+    """The HF tensors of one parameter of a torch_dist checkpoint."""
+
+    rule: Rule
+    path: str
+    hf_config: str
+    dtype: torch.dtype
+
+    def outputs(self) -> Sequence[Output]:
+        return [Output(hf.name, self.dtype, hf.shape) for hf in self.rule.hf]
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        whole = _opened(self.path, self.hf_config).parameter(self.rule)
+        yield from ((0, tensor) for tensor in self.rule.to_hf([whole]))
+
+
+def megatron_to_hf(path: Path, out: Path, hf_config: Path | None = None, workers: int = 1) -> Job:
+    """An HF checkpoint in the precision that the parameters are stored in."""
+    checkpoint = MegatronCheckpoint(path, hf_config)
+    model, plan = str(checkpoint.model_dir), checkpoint.plan
+    steps = [ReadParameter(rule, str(path), model, checkpoint.dtype(rule)) for rule in plan.rules]
+    parts = hf_parts(steps, workers)
+    config = unquantized_config(checkpoint.config, steps[0].dtype)
+    key = {"tool": "megatron_to_hf", "parts": len(parts), "files": checkpoint.fingerprint()}
+    return Job(out, parts, write_safetensors, finish_hf(parts, config, checkpoint.model_dir), key)
+
+
+def reshard(path: Path, out: Path, layout: Layout, hf_config: Path | None = None) -> Job:
+    """The same tensors with the chunks and the vocabulary padding of another layout."""
+    checkpoint = MegatronCheckpoint(path, hf_config)
+    model, plan = str(checkpoint.model_dir), checkpoint.plan
+    sources = {rule.megatron_name: StoredTensor(str(path), model, checkpoint.dtype(rule)) for rule in plan.rules}
+    key = {"tool": "reshard", "files": checkpoint.fingerprint()}
+    return _distributed_job(out, plan, layout, sources, (checkpoint.model_dir, checkpoint.config), key)
