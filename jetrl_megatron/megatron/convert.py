@@ -114,7 +114,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def load(self, rule: Rule, out: Tensor) -> None:
-        out.copy_(_opened(self.path, self.hf_config).parameter(rule))
+        _opened(self.path, self.hf_config).read_into(rule, out)
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,27 @@ class WriteParameter:
     def outputs(self) -> Sequence[Output]:
         return (Output(self.places[0].key, self.source.dtype, self.shape),)
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        yield from ((0, piece) for _, piece in self.pieces())
+    @property
+    def _cut(self) -> tuple[int, int]:
+        """(dimension, number of equal pieces)."""
+        count = 1 if self.rule.tp_dim is None else self.tensor
+        return (1 if self.rule.tp_dim == 1 else 0), count * (2 if self.rule.kind == "gate_up" else 1)
 
-    def pieces(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """(offset, chunk) of the global tensor."""
+    def offsets(self) -> list[tuple[int, ...]]:
+        """Where each chunk lies in the tensor."""
+        dim, count = self._cut
+        size = self.shape[dim] // count
+        return [tuple(i * size if d == dim else 0 for d in range(len(self.shape))) for i in range(count)]
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
         whole = torch.empty(self.shape, dtype=self.source.dtype)
         held = self.rule.megatron_shape(1)[0]
         whole[held:].zero_()
         self.source.load(self.rule, whole[:held])
-        dim = 1 if self.rule.tp_dim == 1 else 0
-        count = 1 if self.rule.tp_dim is None else self.tensor
-        for i, piece in enumerate(whole.chunk(count * (2 if self.rule.kind == "gate_up" else 1), dim)):
-            at = i * piece.shape[dim]
-            yield tuple(at if d == dim else 0 for d in range(whole.ndim)), piece.contiguous()
+        dim, count = self._cut
+        for piece in whole.chunk(count, dim):
+            # torch.save writes all of a view's storage
+            yield 0, whole if count == 1 else piece.clone(memory_format=torch.contiguous_format)
 
 
 def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
@@ -159,7 +166,7 @@ def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
     with open(folder / part.files[0], "wb") as file:
         for step in part.steps:
             assert isinstance(step, WriteParameter)
-            for offset, piece in step.pieces():
+            for offset, (_, piece) in zip(step.offsets(), step.chunks(), strict=True):
                 start = file.tell()
                 torch.save(piece.view(*[1] * len(step.places[0].lead), *piece.shape), file)
                 written.append(
@@ -318,9 +325,13 @@ class MegatronCheckpoint:
 
     def parameter(self, rule: Rule) -> Tensor:
         """The unsharded Megatron tensor, without padding. Raises ValueError for a hole or a truncated file."""
-        place, tensor = self._place(rule)
-        shape = rule.megatron_shape(1)
-        out = torch.empty(shape, dtype=tensor.properties.dtype)
+        out = torch.empty(rule.megatron_shape(1), dtype=self.dtype(rule))
+        self.read_into(rule, out)
+        return out
+
+    def read_into(self, rule: Rule, out: Tensor) -> None:
+        """Fill `out` with the parameter; as `parameter`."""
+        place, _ = self._place(rule)
         covered = 0
         for chunk in (*self._chunks[place.key].get(place.lead, ()), *self._chunks[place.key].get(None, ())):
             lead = [at - first for at, first in zip(place.lead, chunk.offsets, strict=False)]
@@ -340,7 +351,6 @@ class MegatronCheckpoint:
                 f"{rule.megatron_name}: {covered} of {out.numel()} elements in {self.path}; rule: chunks cover the "
                 f"tensor; fix: save the checkpoint again"
             )
-        return out
 
     def _read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self._storage[MetadataIndex(key, chunk.offsets)]

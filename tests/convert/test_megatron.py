@@ -32,6 +32,10 @@ from tests.weights.test_megatron_logits import stock_gpt_model
 LAYOUTS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2)]
 
 
+def bytes_of(folder: Path, pattern: str) -> int:
+    return sum(file.stat().st_size for file in folder.glob(pattern))
+
+
 @pytest.mark.parametrize(("tp", "pp"), LAYOUTS)
 @pytest.mark.parametrize("name", [*FAMILIES, "llama-tied"])
 def test_round_trip(tmp_path: Path, models: Models, name: str, tp: int, pp: int) -> None:
@@ -41,6 +45,8 @@ def test_round_trip(tmp_path: Path, models: Models, name: str, tp: int, pp: int)
         hf_to_megatron(source, tmp_path / f"m{ep}", Layout(tp, pp, ep)).run()
         megatron_to_hf(tmp_path / f"m{ep}", tmp_path / f"hf{ep}").run()
         assert_same(tmp_path / f"hf{ep}", source)
+        size, expected = bytes_of(tmp_path / f"m{ep}", "*.distcp"), bytes_of(source, "*.safetensors")
+        assert 0.9 * expected < size < 1.2 * expected  # every byte is stored once
 
 
 def test_reshard(tmp_path: Path, models: Models) -> None:

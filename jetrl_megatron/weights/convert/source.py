@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -198,10 +197,6 @@ class Source:
                 f"{extra[0]}: scale of a tensor that is not FP8 ({len(extra)} such); rule: one scale per FP8 weight; "
                 f"fix: remove it, or get the checkpoint again"
             )
-
-    @cached_property
-    def largest_bytes(self) -> int:
-        return max(weight.span.num_bytes for weight in self.weights.values())
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file of the checkpoint does: names, sizes and times."""
