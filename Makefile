@@ -36,8 +36,8 @@ format: setup  ## reformat the sources
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: setup  ## run every benchmarks/bench_*.py
-	@set -e; found=; for file in benchmarks/bench_*.py; do \
+bench: setup  ## run benchmarks/cpu_kernels.py and every benchmarks/bench_*.py
+	@set -e; found=; for file in benchmarks/cpu_kernels.py benchmarks/bench_*.py; do \
 	  [ -e "$$file" ] || continue; found=1; echo "== $$file"; $(PY) "$$file"; done; \
 	  [ -n "$$found" ] || { echo "bench: no benchmarks/bench_*.py here" >&2; exit 1; }
 

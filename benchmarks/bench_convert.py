@@ -2,9 +2,9 @@
 
 A checkpoint with the layers of Qwen3-8B is generated (random bf16 weights; --size-gb decides how many layers). It is in
 the page cache when the measurements start. Every conversion runs in a process of its own, whose peak resident memory is
-taken from the kernel (VmHWM). Ours flush their files to disk; `cp` is measured without and with that. CPU seconds
-stand beside the wall time: other work on the machine disturbs them less. `--dry-run` prints plan, sizes and
-the memory bound of a 32B model without touching a tensor.
+taken from the kernel (VmHWM). Ours flush their files to disk; `cp` is measured without and with that. CPU seconds stand
+beside the wall time: other work on the machine disturbs them less. `--dry-run` prints plan, sizes and the memory bound
+of a 32B model without touching a tensor.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import E4M3, compact_weight_scale
-from jetrl_megatron.megatron.convert import METADATA, MegatronCheckpoint
+from jetrl_megatron.megatron.torch_dist import METADATA, MegatronCheckpoint
 from jetrl_megatron.weights.convert.compare import HfTensorsOf, Stored, Tensors
 from jetrl_megatron.weights.convert.ranks import LAYOUT_FILE, Shards
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES
