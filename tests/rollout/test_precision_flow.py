@@ -5,7 +5,6 @@ The engine generates once; the trainer is then altered, one thing at a time, and
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -18,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Tensor, linear
+from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Tensor, gemm_nt, linear, quantize_rows
+from jetrl_megatron.fp8.gemm import PreparedWeight
 from jetrl_megatron.ops.precision_flow import Graph, describe
 from jetrl_megatron.rollout.engine import Completion
 from jetrl_megatron.trainer.precision_flow import judge
@@ -183,16 +183,15 @@ def _other_order(patch: pytest.MonkeyPatch) -> None:
 
 def _other_quantizer(patch: pytest.MonkeyPatch) -> None:
     """x / scale instead of x * RN(1 / scale), as vLLM and DeepSeek-V3 do."""
-    ours = linear.quantize_rows
 
-    @functools.wraps(ours)
-    def divide(x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
-        made = ours(x, fmt)
+    def divide(x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
+        made = quantize_rows(x, b.format)
         scale = made.scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
         data = (x.float() / scale).clamp(-448, 448).to(made.data.dtype)
-        return replace(made, data=data, quantizer="divide")
+        quantized = replace(made, data=data, quantizer="divide")
+        return gemm_nt(quantized, b, num_segments).to(dtype), quantized
 
-    patch.setattr(linear, "quantize_rows", divide)
+    patch.setattr(linear, "quantized_matmul", divide)
 
 
 # name: (alteration of the trainer, modules that the graph must name, largest mismatch that it may cause). Seen: logprob
