@@ -33,6 +33,7 @@ from tests.support.policies import (
     snapshot,
     weighted_loss,
 )
+from tests.support.trainer import one_rank
 
 BF16 = Fp8Recipe(dgrad="bf16", wgrad="bf16")
 
@@ -47,12 +48,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def policy_of(
     model: Path, fp8: bool = True, recipe: Fp8Recipe | None = None, recompute: bool = False, **parallel: Any
 ) -> Policy:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    layout = ParallelConfig(**parallel)
     precision = LinearPrecision(fp8, recipe or Fp8Recipe())
-    return load_policy(model, initialize(layout, 0), layout, precision, recompute)
+    return load_policy(model, one_rank(), ParallelConfig(**parallel), precision, recompute)
 
 
 def run(policy: Policy) -> Tensor:

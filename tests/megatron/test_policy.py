@@ -14,7 +14,6 @@ from jetrl_megatron.config.schema import OptimizerConfig, ParallelConfig
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.format import QUANTIZER
 from jetrl_megatron.megatron.gather import export_bf16, export_fp8
-from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.optimizer import make_trainable
@@ -32,6 +31,7 @@ from tests.support.policies import (
     token_weights,
     weighted_loss,
 )
+from tests.support.trainer import one_rank
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -63,11 +63,7 @@ def hf_model(model: Path) -> Any:
 
 
 def policy_of(model: Path, fp8: bool, recipe: Fp8Recipe = BF16, recompute: bool = False) -> Policy:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    parallel = ParallelConfig()
-    return load_policy(model, initialize(parallel, 0), parallel, LinearPrecision(fp8, recipe), recompute)
+    return load_policy(model, one_rank(), ParallelConfig(), LinearPrecision(fp8, recipe), recompute)
 
 
 def our_logprobs(policy: Policy, num_batches: int = 2) -> Tensor:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe
+
+if TYPE_CHECKING:
+    from jetrl_megatron.megatron.groups import Ranks
 
 
 def free_port() -> int:
@@ -26,23 +30,33 @@ def join_alone() -> None:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
-def load_policy(model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None):  # type: ignore[no-untyped-def]
-    """The policy of an HF folder, TP 1."""
+_alone: list[Ranks] = []
+
+
+def one_rank() -> Ranks:
+    """Megatron's groups of a world of one, made once: each set costs two dozen gloo threads, which poll until the
+    process ends."""
     from megatron.core import parallel_state
 
-    from jetrl_megatron.megatron.gather import load_hf
     from jetrl_megatron.megatron.groups import initialize
+
+    if not _alone or not parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        _alone[:] = [initialize(ParallelConfig(), seed=0)]
+    return _alone[0]
+
+
+def load_policy(model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None):  # type: ignore[no-untyped-def]
+    """The policy of an HF folder, TP 1."""
+    from jetrl_megatron.megatron.gather import load_hf
     from jetrl_megatron.megatron.linear import LinearPrecision
     from jetrl_megatron.megatron.model import build_policy
     from jetrl_megatron.weights.io import HfCheckpoint
 
     join_alone()
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel = ParallelConfig()
-    ranks = initialize(parallel, seed=0)
+    ranks = one_rank()
     checkpoint = HfCheckpoint(model_dir)
     precision = LinearPrecision(fp8, recipe or Fp8Recipe())
-    policy = build_policy(ModelDims.from_hf(checkpoint.config), parallel, ranks, precision)
+    policy = build_policy(ModelDims.from_hf(checkpoint.config), ParallelConfig(), ranks, precision)
     load_hf(policy, checkpoint)
     return policy
