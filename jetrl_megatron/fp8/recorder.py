@@ -131,22 +131,24 @@ def note(role: Role, tensor: str, value: Any) -> None:
         return
     for item in value if isinstance(value, list | tuple) else (value,):
         if isinstance(item, Tensor) and item.is_floating_point():
-            _open[-1].edges[Edge(tensor, role, _dtype(item))] = None
+            _open[-1].edges[Edge(tensor, role, _name(item.dtype))] = None
         elif isinstance(item, torch.dtype):
-            _open[-1].edges[Edge(tensor, role, str(item).removeprefix("torch."))] = None
+            _open[-1].edges[Edge(tensor, role, _name(item))] = None
         elif isinstance(item, Fp8Tensor):
             _open[-1].edges[_quantized(tensor, role, item, _ACTIVATION)] = None
         elif hasattr(item, "quantized"):  # fp8.linear.Fp8Weight
             _open[-1].edges[_quantized(tensor, role, item.quantized, _WEIGHT)] = None
 
 
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _quantized(tensor: str, role: Role, value: Fp8Tensor, granularities: dict[str, str]) -> Edge:
     fmt = value.format
-    return Edge(tensor, role, _dtype(value.data), granularities[fmt.granularity], fmt.scale_format, value.quantizer)
+    return Edge(
+        tensor, role, _name(value.data.dtype), granularities[fmt.granularity], fmt.scale_format, value.quantizer
+    )
 
 
 def differentiated(function: C) -> C:

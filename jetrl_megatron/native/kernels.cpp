@@ -301,7 +301,7 @@ void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* 
 // The same from bf16 x [m][k], quantized here into codes and scales, rounded to bf16 out [m][n]
 void jetrl_fp8_linear(const uint16_t* x, int64_t pow2_format, const uint16_t* packed, const float* scale_b, uint16_t* out,
                       uint8_t* codes, float* scales, int64_t m, int64_t n, int64_t k, int64_t num_segments) {
-  active->of_bf16.groups(x, m, k, (int)pow2_format, codes, scales);
+  jetrl_quantize(x, 1, m, k, pow2_format, codes, scales);
   fp8_gemm(codes, scales, packed, scale_b, nullptr, out, m, n, k, num_segments);
 }
 

@@ -44,31 +44,30 @@ def _typed(x: Tensor) -> tuple[Tensor, int]:
     return (x.contiguous(), 1) if x.dtype == torch.bfloat16 else (x.float().contiguous(), 0)
 
 
+def _fp8_buffers(rows: int, k: int) -> tuple[Tensor, Tensor]:
+    """E4M3 codes [rows, K] and scales [rows, ceil(K/128)], to be filled."""
+    return torch.empty(rows, k, dtype=torch.float8_e4m3fn), torch.empty(rows, -(-k // 128), dtype=torch.float32)
+
+
 def quantize(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """x [M, K] -> E4M3 codes [M, K] and 1x128 scales [M, ceil(K/128)]."""
-    rows, k = x.shape
-    codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(rows, -(-k // 128), dtype=torch.float32)
-    call("quantize", *_typed(x), rows, k, int(pow2), codes, scale)
-    return codes, scale
+    made = _fp8_buffers(*x.shape)
+    call("quantize", *_typed(x), *x.shape, int(pow2), *made)
+    return made
 
 
 def quantize_columns(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """x [T, K] -> E4M3 codes [K, T] and scales [K, ceil(T/128)] of its transpose."""
-    tokens, k = x.shape
-    codes = torch.empty(k, tokens, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(k, -(-tokens // 128), dtype=torch.float32)
-    call("quantize_columns", *_typed(x), tokens, k, int(pow2), codes, scale)
-    return codes, scale
+    made = _fp8_buffers(x.shape[1], x.shape[0])
+    call("quantize_columns", *_typed(x), *x.shape, int(pow2), *made)
+    return made
 
 
 def quantize_blocks(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Whole weight [N, K] -> E4M3 codes and its 128x128 grid as scales [N, ceil(K/128)]."""
-    rows, k = x.shape
-    codes = torch.empty(rows, k, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(rows, -(-k // 128), dtype=torch.float32)
-    call("quantize_blocks", *_typed(x), rows, k, int(pow2), codes, scale)
-    return codes, scale
+    made = _fp8_buffers(*x.shape)
+    call("quantize_blocks", *_typed(x), *x.shape, int(pow2), *made)
+    return made
 
 
 def encode(x: Tensor, scale: Tensor) -> Tensor:
@@ -129,8 +128,7 @@ def fp8_linear(
     """Quantizer, GEMM and rounding in one call: bf16 x [M, K] -> bf16 [M, N], and the codes and scales of x."""
     (m, k), n = x.shape, weight_scale.shape[1]
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    codes = torch.empty(m, k, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(m, -(-k // 128), dtype=torch.float32)
+    codes, scale = _fp8_buffers(m, k)
     x = x.contiguous()
     call("fp8_linear", x, int(pow2), packed, weight_scale, out, codes, scale, m, n, k, num_segments)
     return out, codes, scale

@@ -7,7 +7,6 @@ weight update and sync. Every response token of both steps is compared.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from jetrl_megatron.trainer.files import write_atomic
+from jetrl_megatron.trainer.metrics import METRICS_FILE, read_metrics
 
 MIN_TOKENS = 2000
 TABLE = "exactness.json"
@@ -154,8 +156,8 @@ def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
             ).returncode
         except subprocess.TimeoutExpired:
             code = -1
-    metrics = folder / "run" / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+    run_dir = folder / "run"
+    rows = read_metrics(run_dir) if (run_dir / METRICS_FILE).is_file() else []
     largest = max((row["mismatch/max_abs_dlogp"] for row in rows), default=None)
     error = None if code == 0 else f"exit code {code}; see {folder / 'output.log'}"
     return Result(cell, largest, sum(int(row["mismatch/num_tokens"]) for row in rows), error)
@@ -167,12 +169,13 @@ def matrix(out: Path, reduced: bool) -> Iterator[Result]:
     table = out / TABLE
     rows = json.loads(table.read_text()) if table.is_file() else []
     done = {result.cell: result for result in map(_from_dict, rows) if result.exact}
-    for number, cell in enumerate(cells(reduced)):
+    wanted = cells(reduced)
+    for number, cell in enumerate(wanted):
         if cell not in done:
             done[cell] = run(cell, out / f"{number:02d}")
-        results = [done[c] for c in cells(reduced) if c in done]
-        _write(out / "exactness.md", markdown(results))
-        _write(table, json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
+        results = [done[c] for c in wanted if c in done]
+        write_atomic(out / "exactness.md", markdown(results))
+        write_atomic(table, json.dumps([_as_dict(r) for r in results], indent=2) + "\n")
         yield done[cell]
 
 
@@ -193,9 +196,3 @@ def _as_dict(result: Result) -> dict[str, Any]:
 def _from_dict(row: dict[str, Any]) -> Result:
     cell = Cell(row["model"], row["layout"], row["format"])
     return Result(cell, row["max_abs_dlogp"], row["num_tokens"], row["error"])
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
