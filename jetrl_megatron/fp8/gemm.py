@@ -64,9 +64,9 @@ class PreparedWeight:
             return None
         return compiled.pack_digits(self.codes)
 
-    def on_tiles(self, num_rows: int) -> bool:
-        """Whether A of `num_rows` rows meets this weight on matrix tiles."""
-        return num_rows >= _MIN_TILE_ROWS and compiled.has_tiles() and self.tiles is not None
+    def tiles_for(self, num_rows: int) -> Tensor | None:
+        """`tiles` if A of `num_rows` rows is to meet this weight on matrix tiles."""
+        return self.tiles if num_rows >= _MIN_TILE_ROWS and compiled.has_tiles() else None
 
 
 def _wide_blocks(codes: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def num_segments_for(num_k_blocks: int, wanted: int = 4) -> int:
 def quantized_matmul(x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
     """x [M, K] quantized along K, times B: [M, N], rounded once to `dtype`, and the quantized x."""
     fused = x.dtype == dtype == torch.bfloat16 and b.format.granularity == "block" and compiled.usable(x, b.codes)
-    if fused and x.shape[1] == b.num_columns > 0 and not b.on_tiles(x.shape[0]):
+    if fused and x.shape[1] == b.num_columns > 0 and b.tiles_for(x.shape[0]) is None:
         pow2 = b.format.scale_format == "pow2"
         out, codes, scale = compiled.fp8_linear(x, pow2, b.panels, b.scale, num_segments)
         return out, Fp8Tensor(codes, scale, b.format)
@@ -202,8 +202,9 @@ def gemm_nt(a: Fp8Tensor, b: PreparedWeight, num_segments: int = 1) -> Tensor:
     if a.shape[1] == 0:
         return torch.zeros(a.shape[0], b.num_rows, dtype=torch.float32, device=a.data.device)
     if compiled.usable(a.data, b.codes):
-        if b.on_tiles(a.shape[0]) and b.tiles is not None:
-            return compiled.fp8_gemm_digits(a.data, a.scale, b.tiles, b.scale, num_segments)
+        tiles = b.tiles_for(a.shape[0])
+        if tiles is not None:
+            return compiled.fp8_gemm_digits(a.data, a.scale, tiles, b.scale, num_segments)
         return compiled.fp8_gemm(a.data, a.scale, b.panels, b.scale, num_segments)
     m, num_k = a.scale.shape
     blocks = _wide_blocks(a.data).transpose(0, 1)

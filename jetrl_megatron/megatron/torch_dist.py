@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.weights.convert.job import fingerprint
 from jetrl_megatron.weights.convert.layout import model_files
 from jetrl_megatron.weights.plan import ConversionPlan, expert_of, layer_of
 from jetrl_megatron.weights.rules import Rule
@@ -170,9 +171,8 @@ class MegatronCheckpoint:
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file does: names, sizes and times."""
-        files = sorted({info.relative_path for info in self._storage.values()} | {METADATA})
-        stats = [(file, (self.path / file).stat()) for file in files if (self.path / file).is_file()]
-        return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+        files = {info.relative_path for info in self._storage.values()} | {METADATA}
+        return fingerprint(self.path, (file for file in files if (self.path / file).is_file()))
 
 
 def _by_lead(

@@ -13,7 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -158,6 +158,12 @@ class Job:
                 pool.shutdown(cancel_futures=True)
                 raise
         return [done[i] for i in range(len(self.parts))]
+
+
+def fingerprint(folder: Path, names: Iterable[str]) -> list[Any]:
+    """Changes when one of the files does: names, sizes and times, for the key of a job."""
+    stats = [(name, (folder / name).stat()) for name in sorted(names)]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
 def _set_threads(count: int) -> None:

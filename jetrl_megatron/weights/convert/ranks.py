@@ -27,7 +27,7 @@ from jetrl_megatron.weights.convert.hf_files import (
     modules_not_quantized,
     write_safetensors,
 )
-from jetrl_megatron.weights.convert.job import Job, Output, Part, Step
+from jetrl_megatron.weights.convert.job import Job, Output, Part, Step, fingerprint
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files, model_files
 from jetrl_megatron.weights.convert.precision import fp8_outputs
 from jetrl_megatron.weights.convert.source import DTYPES, Source, Span, Weight
@@ -196,8 +196,7 @@ class Shards:
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file does: names, sizes and times."""
-        stats = [(file, (self.path / file).stat()) for file in sorted(self._spans)]
-        return [[file, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+        return fingerprint(self.path, self._spans)
 
 
 def _parts(plan: ConversionPlan, layout: Layout, sources: dict[str, HfParameter | ShardedParameter]) -> list[Part]:

@@ -20,6 +20,7 @@ from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.stacked_experts import split_experts
 from jetrl_megatron.fp8 import BLOCK, E4M3, Fp8Format, compact_weight_scale, quantize_weight
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
+from jetrl_megatron.weights.convert.job import fingerprint
 from jetrl_megatron.weights.io import CONFIG, HfCheckpoint, require_finite
 from jetrl_megatron.weights.plan import IGNORED_SUFFIXES, ConversionPlan
 
@@ -200,9 +201,9 @@ class Source:
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file of the checkpoint does: names, sizes and times."""
-        files = sorted({weight.span.file for weight in self.weights.values()} | {str(self.path / CONFIG)})
-        stats = [(Path(file), Path(file).stat()) for file in files]
-        return [[file.name, stat.st_size, stat.st_mtime_ns] for file, stat in stats]
+        return fingerprint(
+            self.path, {CONFIG, *(str(Path(w.span.file).relative_to(self.path)) for w in self.weights.values())}
+        )
 
     def _spans(self) -> dict[str, Span]:
         spans: dict[str, Span] = {}
