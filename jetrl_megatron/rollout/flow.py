@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.fp8.recorder import Node, record
 from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.ops.recorder import attach
@@ -52,10 +53,7 @@ class FlowRecorder:
         with record() as nodes:
             ids = original(*args, **kwargs)
         graph = Graph.of(self._phase, [hf_owner(node, self._num_layers) for node in [*self._nodes, *nodes]])
-        target = self._file(self._phase)
-        temporary = target.with_suffix(".tmp")
-        temporary.write_text(json.dumps(graph.to_json()))
-        os.replace(temporary, target)
+        write_atomic(self._file(self._phase), json.dumps(graph.to_json()))
         self._phase = None
         return ids
 

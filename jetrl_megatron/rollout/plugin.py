@@ -8,7 +8,6 @@ when hooks are applied.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.ops.timing import start_operator_times
 from jetrl_megatron.rollout.environment import (
@@ -106,9 +106,7 @@ def _sampler(times_file: Path | None) -> Callable[..., Tensor]:
 
     def sample_and_report(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         ids = sample_tokens(self, *args, **kwargs)
-        temporary = times_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(totals))
-        os.replace(temporary, times_file)
+        write_atomic(times_file, json.dumps(totals))
         return ids
 
     return sample_and_report

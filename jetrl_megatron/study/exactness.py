@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from jetrl_megatron.trainer.files import write_atomic
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.trainer.metrics import METRICS_FILE, read_metrics
 
 MIN_TOKENS = 2000

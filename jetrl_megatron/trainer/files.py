@@ -1,10 +1,12 @@
-"""The run folder: file names and atomic writes."""
+"""The run folder: file names and the status."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
+
+from jetrl_megatron.atomic import write_atomic
 
 CONFIG_FILE = "config.resolved.yaml"
 STATUS_FILE = "status.json"
@@ -18,13 +20,6 @@ TRAIN_GRAPH = "train.json"
 ROLLOUT_GRAPHS = "rollout.json"
 VERDICT = "verdict.json"
 FLOW_PICTURE = "flow.svg"
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write beside and rename: a reader sees the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def write_status(run_dir: Path, step: int, phase: str) -> None:

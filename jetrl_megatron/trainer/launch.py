@@ -10,8 +10,9 @@ import os
 import sys
 from pathlib import Path
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import RunConfig, dump_config
-from jetrl_megatron.trainer.files import CONFIG_FILE, write_atomic
+from jetrl_megatron.trainer.files import CONFIG_FILE
 from jetrl_megatron.trainer.worker import Task, run
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config.schema import LoggingConfig
 from jetrl_megatron.samples import Sample
 
@@ -129,10 +130,8 @@ class MetricsWriter:
             return None
         self._samples.mkdir(exist_ok=True)
         path = self._samples / f"step_{step:06d}.jsonl"
-        staging = path.with_suffix(".tmp")
         chosen = list(samples)[: self._cfg.samples_per_step]
-        staging.write_text("".join(json.dumps(s.as_record(), ensure_ascii=False) + "\n" for s in chosen), "utf-8")
-        os.replace(staging, path)
+        write_atomic(path, "".join(json.dumps(s.as_record(), ensure_ascii=False) + "\n" for s in chosen))
         return path
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.megatron.flow import record_training
 from jetrl_megatron.ops.precision_flow import SCHEMA, Difference, Graph, compare, describe
 from jetrl_megatron.rollout.engine import EngineRefusedError, Request, Sampling
@@ -81,8 +82,8 @@ def write_flow(out: Path, training: Sequence[Graph], rollout: Sequence[Graph]) -
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, document in documents.items():
-        files.write_atomic(out / name, json.dumps(document, indent=1))
-    files.write_atomic(out / files.FLOW_PICTURE, draw(training[0], phases["prefill"], phases["decode"]))
+        write_atomic(out / name, json.dumps(document, indent=1))
+    write_atomic(out / files.FLOW_PICTURE, draw(training[0], phases["prefill"], phases["decode"]))
     return lines
 
 

@@ -12,12 +12,12 @@ import html
 import io
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.trainer.metrics import read_metrics
 
 REWARD, MISMATCH = "reward/mean", "mismatch/max_abs_dlogp"
@@ -140,9 +140,7 @@ def write_report(run_dir: Path) -> Path:
     page = _PAGE.format(
         title=html.escape(run_dir.resolve().name), cells=cells, figures=figures, config=html.escape(config)
     )
-    staging = run_dir / f".{REPORT_FILE}.tmp"
-    staging.write_text(page, encoding="utf-8")
-    os.replace(staging, run_dir / REPORT_FILE)
+    write_atomic(run_dir / REPORT_FILE, page)
     return run_dir / REPORT_FILE
 
 

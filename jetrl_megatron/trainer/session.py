@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import ModelDims, RunConfig
 from jetrl_megatron.config.plan import resolve_tp_invariant
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
@@ -178,7 +179,7 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
         "tp_invariant": resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available()),
         "shard_local": cfg.precision.misaligned == "shard_local",
     }
-    files.write_atomic(model_dir / "config.json", json.dumps({**hf_config, "quantization_config": quantization}))
+    write_atomic(model_dir / "config.json", json.dumps({**hf_config, "quantization_config": quantization}))
     specs = [
         EngineSpec(
             model_dir=model_dir,

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import ConfigError, RunConfig, dump_config, load_config
 from jetrl_megatron.trainer import files
 
@@ -31,7 +32,7 @@ def run(cfg: RunConfig, run_dir: Path, task: Task) -> int:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     if main:
         run_dir.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(run_dir / files.CONFIG_FILE, dump_config(cfg))
+        write_atomic(run_dir / files.CONFIG_FILE, dump_config(cfg))
     try:
         if task == "precision-flow":
             _precision_flow(cfg, run_dir)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from jetrl_megatron.atomic import write_atomic
 
 MANIFEST = "manifest.json"
 SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which multiply
@@ -107,7 +108,5 @@ def write_bundle(path: Path, version: int, tensors: Iterable[tuple[str, Tensor]]
         total += size
     flush()
     manifest = {"version": version, "files": files, "checksums": checksums, "num_bytes": total}
-    temporary = path / (MANIFEST + ".tmp")
-    temporary.write_text(json.dumps(manifest))
-    os.replace(temporary, path / MANIFEST)
+    write_atomic(path / MANIFEST, json.dumps(manifest))
     return Bundle(path, version, tuple(files), checksums, total)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.native.tensors import use_threads
 
 SPARE_BYTES = 64 << 20  # headers, index, configuration, tokenizer
@@ -175,9 +176,7 @@ def _make(write: Write, folder: Path, index: int, part: Part) -> Any:
     result = write(folder, part)
     for file in part.files:
         _sync(folder / file)
-    journal = folder / f"tmp{_DONE}{index}"
-    journal.write_text(json.dumps(result))
-    os.replace(journal, folder / f"{_DONE}{index}")
+    write_atomic(folder / f"{_DONE}{index}", json.dumps(result))
     return result
 
 
