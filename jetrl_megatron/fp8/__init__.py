@@ -1,6 +1,6 @@
 """FP8 data: block formats, the one quantizer, the exact GEMM and the linear's three GEMMs (FProp, DGrad, WGrad)."""
 
-from jetrl_megatron.fp8.format import BLOCK, E4M3, E4M3_MAX, Fp8Format, Fp8Recipe, Fp8Tensor
+from jetrl_megatron.fp8.format import BLOCK, E4M3, E4M3_MAX, Fp8Format, Fp8Recipe, Fp8Tensor, dequantize
 from jetrl_megatron.fp8.gemm import gemm_nt, num_segments_for, ordered_add, prepare_weight, tree_add, whole
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad, fp8_linear, fp8_matmul
 from jetrl_megatron.fp8.quantize import (
@@ -23,6 +23,7 @@ __all__ = [
     "GridSlice",
     "accumulate_main_grad",
     "compact_weight_scale",
+    "dequantize",
     "expand_weight_scale",
     "fp8_linear",
     "fp8_matmul",

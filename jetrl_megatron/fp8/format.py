@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from jetrl_megatron.native import tensors as compiled
+
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 QUANTIZER = "amax448-rne"  # the contract of docs/numerics.md, section 1
@@ -60,9 +62,18 @@ class Fp8Tensor:
         return self.data.shape
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """data * scale as [M, K], the product in fp32."""
-        k = self.data.shape[1]
-        return (self.data.float() * self.scale.repeat_interleave(BLOCK, dim=1)[:, :k]).to(dtype)
+        """data * scale as [M, K], the product in fp32, one rounding."""
+        return dequantize(self.data, self.scale, 1, dtype)
+
+
+def dequantize(data: Tensor, scale: Tensor, rows_per_scale: int, dtype: torch.dtype) -> Tensor:
+    """E4M3 data [M, K] times scale [ceil(M/rows_per_scale), ceil(K/128)] as [M, K]: the product in fp32, one
+    rounding."""
+    if dtype in (torch.bfloat16, torch.float32) and compiled.usable(data):
+        return compiled.dequantize(data, scale, rows_per_scale, dtype)
+    m, k = data.shape
+    wide = scale.repeat_interleave(rows_per_scale, dim=0)[:m].repeat_interleave(BLOCK, dim=1)[:, :k]
+    return (data.float() * wide).to(dtype)
 
 
 def num_blocks(length: int) -> int:

@@ -7,6 +7,7 @@ constants when loaded. Without a compiler, or if the check fails, the torch form
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -91,12 +92,13 @@ def build() -> Path:
     if target.is_file():
         return target
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        output = Path(folder) / "kernels.so"
-        subprocess.run(
-            [compiler, *FLAGS, "-o", str(output), str(SOURCES[0])], capture_output=True, check=True, timeout=600
-        )
-        os.replace(output, target)  # several processes may build at once: the last one wins, all are equal
+    with open(cache / ".lock", "w") as lock, tempfile.TemporaryDirectory(dir=cache) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a run start together: one builds, the others wait
+        if not target.is_file():
+            output = Path(folder) / "kernels.so"
+            command = [compiler, *FLAGS, "-o", str(output), str(SOURCES[0])]
+            subprocess.run(command, capture_output=True, check=True, timeout=600)
+            os.replace(output, target)
     return target
 
 

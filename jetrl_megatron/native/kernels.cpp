@@ -78,8 +78,17 @@ inline uint8_t e4m3(float v) {
   const uint32_t subnormal = bits(small) & 0xFu;
   return (uint8_t)(sign | (magnitude < 0x3C800000u ? subnormal : normal));         // 2^-6
 }
+// Value of an E4M3 code
+inline float e4m3_float(uint8_t code) {
+  const uint32_t u = code & 0x7Fu, sign = (uint32_t)(code & 0x80u) << 24;
+  const float normal = from_bits((u << 20) + (120u << 23)), small = (float)(int32_t)u * 0x1p-9f;
+  const uint32_t magnitude = u < 8 ? bits(small) : u == 0x7F ? 0x7FC00000u : bits(normal);
+  return from_bits(sign | magnitude);
+}
 inline float to_float(float x) { return x; }
 inline float to_float(uint16_t x) { return bf16(x); }
+inline void from_float(float value, float& out) { out = value; }
+inline void from_float(float value, uint16_t& out) { out = to_bf16(value); }
 
 struct Attention {  // see ops/reference.py `attention`; all bf16, pools [slots][groups][dim]
   const uint16_t *q, *k_pool, *v_pool;
@@ -97,6 +106,7 @@ struct Quantizers {
   void (*encode)(const T*, int64_t, int64_t, const float*, uint8_t*);
   void (*blocks)(const T*, int64_t, int64_t, int, uint8_t*, float*, int64_t, int64_t);
   void (*amax)(const T*, int64_t, int64_t, float*);
+  void (*dequantize)(const uint8_t*, const float*, int64_t, int64_t, T*, int64_t, int64_t);
 };
 struct Kernels {
   Quantizers<float> of_float;
@@ -109,6 +119,7 @@ struct Kernels {
   void (*rmsnorm)(const uint16_t*, const uint16_t*, float, uint16_t*, int64_t, int64_t);
   void (*swiglu)(const uint16_t*, uint16_t*, int64_t, int64_t);
   void (*rope)(const uint16_t*, const float*, const float*, uint16_t*, int64_t, int64_t, int64_t);
+  void (*combine)(const uint16_t*, const float*, uint16_t*, int64_t, int64_t, int64_t);
   void (*log_sum_exp)(const float*, int64_t, int64_t, float*, double*);
   void (*exp_weights)(const float*, int64_t, int64_t, double*);
 };
@@ -277,6 +288,14 @@ void jetrl_amax(const void* x, int64_t is_bf16, int64_t rows, int64_t k, float* 
     parallel(rows, [=](int64_t a, int64_t b) { q.amax(p + a * k, b - a, k, amax + a * groups); });
   });
 }
+// E4M3 codes [rows][k] times scales [ceil(rows / rows_per_scale)][groups] -> out [rows][k] of bf16 (is_bf16) or float
+void jetrl_dequantize(const uint8_t* codes, const float* scales, int64_t rows_per_scale, int64_t rows, int64_t k,
+                      int64_t is_bf16, void* out) {
+  parallel(rows, [=](int64_t a, int64_t b) {
+    if (is_bf16) active->of_bf16.dequantize(codes, scales, rows_per_scale, k, (uint16_t*)out, a, b);
+    else active->of_float.dequantize(codes, scales, rows_per_scale, k, (float*)out, a, b);
+  });
+}
 
 // E4M3 codes [n][k] -> packed [ceil(n/16)][groups * 32][16][4] top 16 bits of doubles, zero padded; the 4 are along K
 void jetrl_pack_fp8(const uint8_t* codes, int64_t n, int64_t k, uint16_t* packed) {
@@ -430,6 +449,10 @@ void jetrl_rope(const uint16_t* x, const float* c, const float* s, uint16_t* y, 
   parallel(tokens, [=](int64_t a, int64_t b) {
     active->rope(x + a * heads * 2 * half, c + a * half, s + a * half, y + a * heads * 2 * half, b - a, heads, half);
   });
+}
+// y bf16 [tokens][k][h] times weights [tokens][k], added left to right over k -> out bf16 [tokens][h]
+void jetrl_moe_combine(const uint16_t* y, const float* weights, uint16_t* out, int64_t tokens, int64_t k, int64_t h) {
+  parallel(tokens, [=](int64_t a, int64_t b) { active->combine(y + a * k * h, weights + a * k, out + a * h, b - a, k, h); });
 }
 void jetrl_log_sum_exp(const float* z, int64_t rows, int64_t v, float* top, double* log_sum) {
   parallel(rows, [=](int64_t a, int64_t b) { active->log_sum_exp(z + a * v, b - a, v, top + a, log_sum + a); });

@@ -77,6 +77,14 @@ def encode(x: Tensor, scale: Tensor) -> Tensor:
     return codes
 
 
+def dequantize(codes: Tensor, scale: Tensor, rows_per_scale: int, dtype: torch.dtype) -> Tensor:
+    """E4M3 codes [N, K] times scale [ceil(N/rows_per_scale), ceil(K/128)] -> [N, K] in bf16 or fp32."""
+    out = torch.empty(codes.shape, dtype=dtype)
+    shape = (rows_per_scale, *codes.shape, int(dtype == torch.bfloat16))
+    call("dequantize", codes.contiguous(), scale.contiguous(), *shape, out)
+    return out
+
+
 def group_amax(x: Tensor) -> Tensor:
     """max |x| of every 1x128 group, fp32."""
     amax = torch.empty(x.shape[0], -(-x.shape[1] // 128), dtype=torch.float32)

@@ -34,7 +34,7 @@ class _Chunk:
 
 
 Prepared = list[_Chunk]
-top_experts, expert_weights, moe_combine = reference.top_experts, reference.expert_weights, reference.moe_combine
+top_experts, expert_weights = reference.top_experts, reference.expert_weights
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -153,6 +153,15 @@ def attention(
         out,
     )
     return out
+
+
+def moe_combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    if outputs.dtype != torch.bfloat16:
+        return reference.moe_combine(outputs, weights)
+    tokens, top_k, h = outputs.shape
+    y = torch.empty(tokens, h, dtype=torch.bfloat16)
+    call("moe_combine", outputs.contiguous(), weights.float().contiguous(), y, tokens, top_k, h)
+    return y
 
 
 def logprob(logits: Tensor, targets: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from jetrl_megatron import fp8
 from jetrl_megatron.weights.convert.precision import bf16_to_fp8, fp8_to_bf16
-from jetrl_megatron.weights.convert.source import CHUNK_BYTES, dequantize_rows, row_chunks
+from jetrl_megatron.weights.convert.source import CHUNK_BYTES, row_chunks
 from tests.convert.conftest import Models
 from tests.convert.stock_sglang import sglang_environment
 from tests.convert.support import assert_same, read
@@ -155,7 +156,7 @@ def test_dequantizing_any_shape(shape: tuple[int, int]) -> None:
     """Equal to the exact product, rounded once to fp32 and once to bf16; ragged blocks included."""
     codes, scales = quantize_blocks(spread(shape, 0).numpy(), 128, "fp32")
     block_scale = torch.from_numpy(scales[::128].copy())
-    ours = dequantize_rows(torch.from_numpy(codes).view(torch.float8_e4m3fn), block_scale)
+    ours = fp8.dequantize(torch.from_numpy(codes).view(fp8.E4M3), block_scale, fp8.BLOCK, torch.bfloat16)
     expected = torch.from_numpy(dequantize(codes, scales).astype(np.float32)).bfloat16()
     assert_same_bits(ours, expected, "values")
 

@@ -28,7 +28,9 @@ int main(int argc, char** argv) {
     jetrl_pack_fp8(weight.data(), n, k, packed.data());
     jetrl_fp8_linear(x.data(), 0, packed.data(), scale_b.data(), out.data(), codes.data(), scales.data(), m, n, k, 1);
     jetrl_quantize_columns(x.data(), 1, m, k, 1, columns.data(), column_scales.data());
-    add(weight); add(row_scales); add(codes); add(scales); add(out); add(columns); add(column_scales);
+    std::vector<float> wide(m * k);
+    jetrl_dequantize(codes.data(), scales.data(), 1, m, k, 0, wide.data());
+    add(wide); add(weight); add(row_scales); add(codes); add(scales); add(out); add(columns); add(column_scales);
     std::vector<double> x_max(m), w_max(n), grid_scale(n);
     std::vector<uint16_t> grid(4 * k * 16);
     std::vector<float> logits(m * n), top(m);
@@ -40,14 +42,15 @@ int main(int argc, char** argv) {
     jetrl_log_sum_exp(logits.data(), m, n, top.data(), log_sum.data());
     jetrl_exp_weights(logits.data(), m, n, weights.data());
     add(logits); add(top); add(log_sum); add(weights);
-    std::vector<uint16_t> normed(m * k), gated(m * k / 2), rotated(m * k);
+    std::vector<uint16_t> normed(m * k), gated(m * k / 2), rotated(m * k), combined(m * k / 3);
+    jetrl_moe_combine(x.data(), logits.data(), combined.data(), m, 3, k / 3);
     jetrl_rmsnorm(x.data(), w.data(), 1e-6f, normed.data(), m, k);
     jetrl_swiglu(x.data(), gated.data(), m, k / 2);
     std::vector<float> cosine(m * 50), sine(m * 50);
     for (auto& c : cosine) c = bf16(draw_bf16());
     for (auto& s : sine) s = bf16(draw_bf16());
     jetrl_rope(x.data(), cosine.data(), sine.data(), rotated.data(), m, 3, 50);
-    add(normed); add(gated); add(rotated);
+    add(normed); add(gated); add(rotated); add(combined);
     for (const int64_t dim : {64, 70}) {  // m queries at the end of a sequence of 100 tokens: decode, or a chunk of prefill
       const auto q = bf16s(m * 6 * dim), keys = bf16s(100 * 2 * dim), values = bf16s(100 * 2 * dim);
       std::vector<int32_t> table(100);

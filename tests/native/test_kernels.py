@@ -20,6 +20,7 @@ from jetrl_megatron.fp8 import (
     Fp8Recipe,
     Fp8Weight,
     GridSlice,
+    dequantize,
     fp8_linear,
     fp8_matmul,
     quantize_rows,
@@ -130,6 +131,18 @@ def test_gradients_of_a_fused_and_cut_weight(level: int, torch_forms: Callable[[
     assert same(ours, compute())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_dequantize(level: int, torch_forms: Callable[[], None], dtype: torch.dtype) -> None:
+    """All 256 codes under many scales, per row and per block, ragged."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(200, 2)[:, :301].contiguous().view(torch.float8_e4m3fn)
+    scale = torch.exp2(40 * torch.rand(200, 3, generator=torch.Generator().manual_seed(20)) - 20)
+    ours = [dequantize(codes, scale, 1, dtype), dequantize(codes, scale[:2], 128, dtype)]
+    torch_forms()
+    theirs = [dequantize(codes, scale, 1, dtype), dequantize(codes, scale[:2], 128, dtype)]
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_non_finite_groups_are_poisoned_alike(level: int, torch_forms: Callable[[], None]) -> None:
     """NaN and Inf poison their own group only: scale NaN, codes 0x7F, and NaN in the GEMM's rows."""
     x = gaussian(6, 300, 2)
@@ -175,10 +188,13 @@ def test_exact_linear(level: int, make: Maker, m: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("make", [gaussian, adversarial])
 @pytest.mark.parametrize("width", [64, 70, 576])
 def test_rows(level: int, make: Maker, width: int) -> None:
-    """RMSNorm, SwiGLU, rope, log-prob and sampling weights."""
+    """RMSNorm, SwiGLU, rope, the combine of experts, log-prob and sampling weights."""
     x, weight = make(41, width, 6), gaussian(1, width, 7)[0]
     assert same(fast.rmsnorm(x, weight, 1e-6), reference.rmsnorm(x, weight, 1e-6))
     assert same(fast.swiglu(x), reference.swiglu(x))
+    for top_k in (1, 3):
+        outputs, shares = torch.stack([x, x.flip(0), -2 * x], dim=1)[:, :top_k], torch.rand(41, top_k)
+        assert same(fast.moe_combine(outputs, shares), reference.moe_combine(outputs, shares))
     angles = torch.rand(41, width // 2)
     heads = torch.stack([x, x.flip(0)], dim=1)
     assert same(fast.rope(heads, angles.cos(), angles.sin()), reference.rope(heads, angles.cos(), angles.sin()))

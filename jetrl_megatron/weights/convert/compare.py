@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8 import BLOCK, E4M3
-from jetrl_megatron.weights.convert.source import Source, dequantize_rows
+from jetrl_megatron.fp8 import BLOCK, E4M3, dequantize
+from jetrl_megatron.weights.convert.source import Source
 
 # E4M3 has 3 bits after the leading one: half a step is at most 2^-4 of a normal number and 2^-10 scales of a subnormal
 # one. A bf16 result adds 2^-9 of itself.
@@ -110,7 +110,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _values(stored: Stored) -> Tensor:
     if stored.scale is None:
         return stored.data.float()
-    return dequantize_rows(stored.data, stored.scale, torch.float32)
+    return dequantize(stored.data, stored.scale, BLOCK, torch.float32)
 
 
 def _element_scale(stored: Stored) -> Tensor:

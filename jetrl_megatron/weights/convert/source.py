@@ -18,7 +18,7 @@ from torch import Tensor
 from jetrl_megatron.config.checkpoint_files import TensorInfo, read_header
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.stacked_experts import split_experts
-from jetrl_megatron.fp8 import BLOCK, E4M3, Fp8Format, compact_weight_scale, quantize_weight
+from jetrl_megatron.fp8 import BLOCK, E4M3, Fp8Format, compact_weight_scale, dequantize, quantize_weight
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.convert.job import fingerprint
 from jetrl_megatron.weights.io import CONFIG, HfCheckpoint, require_finite
@@ -36,7 +36,6 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 QUANT_CONFIG = "quantization_config"
-_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
 @dataclass(frozen=True)
@@ -90,20 +89,6 @@ def row_chunks(shape: tuple[int, ...], row_bytes: int) -> Iterator[tuple[int, in
         yield first, min(first + step, shape[0])
 
 
-def dequantize_rows(codes: Tensor, block_scale: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """E4M3 codes [n, K] starting on a block boundary, fp32 scales [ceil(n/128), ceil(K/128)] -> [n, K]: the product in
-    fp32, one rounding."""
-    n, k = codes.shape
-    grid = block_scale.repeat_interleave(BLOCK, dim=0)[:n]
-    # looking up 256 values is five times faster than torch's conversion of E4M3
-    values = _E4M3_VALUES.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(n, k)
-    if k % BLOCK:
-        values.mul_(grid.repeat_interleave(BLOCK, dim=1)[:, :k])
-    else:
-        values.view(n, k // BLOCK, BLOCK).mul_(grid.unsqueeze(-1))
-    return values.to(dtype)
-
-
 @dataclass(frozen=True)
 class Weight:
     """One HF tensor of a checkpoint. scale: the span of its block scales [ceil(N/128), ceil(K/128)] if it is FP8."""
@@ -135,7 +120,7 @@ class Weight:
         if self.scale is None:
             return stored
         blocks = self.scale.rows(first // BLOCK, -(-last // BLOCK)).float()
-        return dequantize_rows(stored, blocks)
+        return dequantize(stored, blocks, BLOCK, torch.bfloat16)
 
     def dense(self) -> Tensor:
         """The whole tensor, dequantized if FP8."""
