@@ -30,6 +30,7 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(descriptor)
+    os.register_at_fork(after_in_child=connection.close)  # else the trainer would not see this process end
     host = _Host(connection.recv())
     connection.send(("ok", None))
     while True:
