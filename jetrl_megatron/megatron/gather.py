@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from jetrl_megatron.fp8 import compact_weight_scale
+from jetrl_megatron.fp8 import Fp8Format, compact_weight_scale, quantize_weight
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.io import HfCheckpoint, require_finite
@@ -43,7 +43,8 @@ def export_bf16(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 
 def export_fp8(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Like `export_bf16`, with linears as `X.weight` E4M3 and `X.weight_scale_inv` fp32 [ceil(N/128), ceil(K/128)];
-    in the model's dtype where shards of K cut groups: there is no global grid, every engine rank quantizes its own."""
+    with precision.misaligned=shard_local in the model's dtype where shards of K cut groups: there is no global grid,
+    every engine rank quantizes its own."""
     yield from _gather(policy, fp8=True)
 
 
@@ -90,8 +91,18 @@ def _stage_tensors(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
                 yield from _fp8_parts(rule, codes, scales, quantized.format.granularity == "block")
         elif rule.tp_dim is not None or group.rank() == 0:
             shards = _gather_shards(parameter.detach(), group) if rule.tp_dim is not None else [parameter.detach()]
-            if shards is not None:
+            if shards is not None and fp8 and rule.quantized and not module.precision.shard_local:
+                yield from _quantized(rule, shards, module.precision.recipe.format)  # BF16 training, FP8 rollout
+            elif shards is not None:
                 yield from zip((hf.name for hf in rule.hf), rule.to_hf(shards), strict=True)
+
+
+def _quantized(rule: Rule, shards: Sequence[Tensor], fmt: Fp8Format) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors quantized here, because the grid of a cut shard is no part of theirs."""
+    for hf, tensor in zip(rule.hf, rule.to_hf(shards), strict=True):
+        quantized = quantize_weight(tensor, fmt)
+        yield hf.name, quantized.data
+        yield hf.name + SCALE_SUFFIX, _sent_scale(quantized.scale, fmt.granularity == "block")
 
 
 def _expert_tensors(
@@ -119,10 +130,14 @@ def _expert_tensors(
 def _fp8_parts(
     rule: Rule, codes: Sequence[Tensor], scales: Sequence[Tensor], blocks: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """blocks: send one scale per 128 rows; other granularities send one per row."""
     for hf, data, row_scale in zip(rule.hf, rule.to_hf(codes), rule.to_hf(scales), strict=True):
         yield hf.name, data.view(torch.float8_e4m3fn)
-        yield hf.name + SCALE_SUFFIX, compact_weight_scale(row_scale) if blocks else row_scale
+        yield hf.name + SCALE_SUFFIX, _sent_scale(row_scale, blocks)
+
+
+def _sent_scale(row_scale: Tensor, blocks: bool) -> Tensor:
+    """One scale per 128 rows; other granularities send one per row."""
+    return compact_weight_scale(row_scale) if blocks else row_scale
 
 
 def _gather_shards(local: Tensor, group: dist.ProcessGroup) -> list[Tensor] | None:

@@ -30,10 +30,12 @@ CUT: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 # name: (family, dims). `cut`: head_dim 64 over 4 kv heads (TP cuts 128-row blocks of k and v), q/k norms, tied
-# embedding, padded vocabulary. `bias`: untied, biases. `moe`: 8 experts, top-4. `deep`: 4 layers, for virtual stages.
+# embedding, padded vocabulary. `ragged`: TP 2 cuts 128-column groups of fc2, allowed in BF16. `bias`: untied, biases.
+# `moe`: 8 experts, top-4. `deep`: 4 layers, for virtual stages.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cut": ("qwen3", CUT),
     "deep": ("qwen3", {**CUT, "num_hidden_layers": 4}),
+    "ragged": ("qwen3", {**CUT, "intermediate_size": 384}),
     "bias": ("qwen2", {}),
     "moe": ("qwen3_moe", {}),
     "deep_moe": ("qwen3_moe", {"num_hidden_layers": 4}),
@@ -44,6 +46,7 @@ TWO_RANKS = [
     ("cut", Job("pp2", pipeline=2)),
     ("cut", Job("dp2")),
     ("cut", Job("tp2_bf16", tensor=2, fp8=False, backward="bf16")),
+    ("ragged", Job("tp2_bf16_ragged", tensor=2, fp8=False, backward="bf16")),
     ("cut", Job("tp2_free", tensor=2, tp_invariant=False)),
     ("cut", Job("tp2_sp_recompute", tensor=2, sequence=True, recompute=True, num_batches=6)),
     ("cut", Job("pp2_recompute_padded", pipeline=2, recompute=True, num_batches=1, pad_to=300)),
