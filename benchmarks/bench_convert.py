@@ -33,6 +33,7 @@ from jetrl_megatron.megatron.convert import hf_to_megatron, megatron_to_hf
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, write_safetensors
 from jetrl_megatron.weights.convert.job import Job, Output
 from jetrl_megatron.weights.convert.layout import Layout
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.precision import bf16_to_fp8, fp8_to_bf16
 from jetrl_megatron.weights.convert.ranks import hf_to_shards
 from jetrl_megatron.weights.convert.source import row_chunks
@@ -75,7 +76,7 @@ class RandomTensor:
     def outputs(self) -> Sequence[Output]:
         return (Output(self.name, torch.bfloat16, self.shape),)
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, _memory: Memory) -> Iterator[tuple[int, Tensor]]:
         row = self.shape[1] if len(self.shape) > 1 else 1
         for first, last in row_chunks(self.shape, 2 * row):
             yield 0, (0.02 * torch.randn((last - first, row))).bfloat16()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickle
@@ -27,6 +28,7 @@ from jetrl_megatron.megatron.torch_dist import METADATA, MegatronCheckpoint, Pla
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
 from jetrl_megatron.weights.convert.job import Job, Output, Part
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files
+from jetrl_megatron.weights.convert.memory import Memory, own_storage
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, Source, Weight
 from jetrl_megatron.weights.plan import ConversionPlan, layer_of
 from jetrl_megatron.weights.rules import Rule
@@ -41,7 +43,7 @@ class HfTensors:
     weights: tuple[Weight, ...]
     dtype: torch.dtype
 
-    def load(self, rule: Rule, out: Tensor) -> None:
+    def load(self, rule: Rule, out: Tensor, _memory: Memory) -> None:
         """Fill `out`, the unsharded Megatron tensor: read straight into place where no value changes."""
         dense: dict[int, Tensor] = {}
         row = 0
@@ -64,8 +66,8 @@ class StoredTensor:
     hf_config: str
     dtype: torch.dtype
 
-    def load(self, rule: Rule, out: Tensor) -> None:
-        _opened(self.path, self.hf_config).read_into(rule, out)
+    def load(self, rule: Rule, out: Tensor, memory: Memory) -> None:
+        _opened(self.path, self.hf_config).read_into(rule, out, memory)
 
 
 @dataclass(frozen=True)
@@ -100,24 +102,25 @@ class WriteParameter:
         size = self.shape[dim] // count
         return [tuple(i * size if d == dim else 0 for d in range(len(self.shape))) for i in range(count)]
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        whole = torch.empty(self.shape, dtype=self.source.dtype)
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
+        whole = memory.empty("parameter", self.shape, self.source.dtype)
         held = self.rule.megatron_shape(1)[0]
         whole[held:].zero_()
-        self.source.load(self.rule, whole[:held])
+        self.source.load(self.rule, whole[:held], memory)
         dim, count = self._cut
         for piece in whole.chunk(count, dim):
-            # torch.save writes all of a view's storage
-            yield 0, whole if count == 1 else piece.clone(memory_format=torch.contiguous_format)
+            if not piece.is_contiguous():
+                piece = memory.empty("columns", tuple(piece.shape), piece.dtype).copy_(piece)
+            yield 0, own_storage(piece)
 
 
 def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
     """Write one `.distcp` file; returns where each chunk lies."""
-    written = []
-    with open(folder / part.files[0], "wb") as file:
+    written, memory = [], Memory()
+    with _without_checksums(), open(folder / part.files[0], "wb") as file:
         for step in part.steps:
             assert isinstance(step, WriteParameter)
-            for offset, (_, piece) in zip(step.offsets(), step.chunks(), strict=True):
+            for offset, (_, piece) in zip(step.offsets(), step.chunks(memory), strict=True):
                 start = file.tell()
                 torch.save(piece.view(*[1] * len(step.places[0].lead), *piece.shape), file)
                 written.append(
@@ -132,6 +135,18 @@ def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
                     }
                 )
     return written
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[None]:
+    """`torch.save` without the CRC of zip entries, which `torch.load` does not look at and which costs as much as
+    writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _write_metadata(folder: Path, parts: Sequence[Part], results: list[Any], plan: ConversionPlan) -> None:
@@ -233,9 +248,10 @@ class ReadParameter:
     def outputs(self) -> Sequence[Output]:
         return [Output(hf.name, self.dtype, hf.shape) for hf in self.rule.hf]
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        whole = _opened(self.path, self.hf_config).parameter(self.rule)
-        yield from ((0, tensor) for tensor in self.rule.to_hf([whole]))
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
+        whole = memory.empty("parameter", self.rule.megatron_shape(1), self.dtype)
+        _opened(self.path, self.hf_config).read_into(self.rule, whole, memory)
+        yield from ((0, rows) for tensor in self.rule.to_hf_rows([whole]) for rows in tensor)
 
 
 def megatron_to_hf(path: Path, out: Path, hf_config: Path | None = None, workers: int = 1) -> Job:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Container
+import zipfile
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from jetrl_megatron.config.dims import ModelDims
+from jetrl_megatron.megatron.saved_tensor import saved_tensor
 from jetrl_megatron.weights.convert.job import fingerprint
 from jetrl_megatron.weights.convert.layout import model_files
+from jetrl_megatron.weights.convert.memory import Memory
+from jetrl_megatron.weights.convert.source import Span
 from jetrl_megatron.weights.plan import ConversionPlan, expert_of, layer_of
 from jetrl_megatron.weights.rules import Rule
 
@@ -130,10 +135,10 @@ class MegatronCheckpoint:
     def parameter(self, rule: Rule) -> Tensor:
         """The unsharded Megatron tensor, without padding. Raises ValueError for a hole or a truncated file."""
         out = torch.empty(rule.megatron_shape(1), dtype=self.dtype(rule))
-        self.read_into(rule, out)
+        self.read_into(rule, out, Memory())
         return out
 
-    def read_into(self, rule: Rule, out: Tensor) -> None:
+    def read_into(self, rule: Rule, out: Tensor, memory: Memory) -> None:
         """Fill `out` with the parameter; as `parameter`."""
         place, _ = self._place(rule)
         covered = 0
@@ -141,14 +146,13 @@ class MegatronCheckpoint:
             lead = [at - first for at, first in zip(place.lead, chunk.offsets, strict=False)]
             if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
                 continue
-            stored = self._read(place.key, chunk)
-            for at in lead:
-                stored = stored[at]
+            stored = self._open(place.key, chunk)
             target = out
+            at: list[int] = []
             for dim, first in enumerate(chunk.offsets[len(lead) :]):
-                length = max(min(stored.shape[dim], out.shape[dim] - first), 0)
-                target, stored = target.narrow(dim, min(first, out.shape[dim]), length), stored.narrow(dim, 0, length)
-            target.copy_(stored)
+                length = max(min(chunk.sizes[len(lead) + dim], out.shape[dim] - first), 0)  # padding is cut
+                target, at = target.narrow(dim, min(first, out.shape[dim]), length), [*at, length]
+            _copy(stored, lead, at, target, memory)
             covered += target.numel()
         if covered != out.numel():
             raise ValueError(
@@ -156,18 +160,22 @@ class MegatronCheckpoint:
                 f"tensor; fix: save the checkpoint again"
             )
 
-    def _read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+    def _open(self, key: str, chunk: ChunkStorageMetadata) -> Span | Tensor:
+        """Where the chunk lies in a file; a tensor if it is stored in an unusual way."""
         info = self._storage[MetadataIndex(key, chunk.offsets)]
         file = self.path / info.relative_path
         try:
             with open(file, "rb") as handle:
                 part: Any = _Slice(handle, info.offset, info.length)
-                tensor: Tensor = torch.load(part, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+                found = saved_tensor(part)
+                if found is None:
+                    tensor: Tensor = torch.load(part, weights_only=True)
+                    return tensor
+        except (OSError, RuntimeError, EOFError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise ValueError(
                 f"{file}: {key} is not readable ({error}); rule: complete files; fix: get the checkpoint again"
             ) from error
-        return tensor
+        return Span(key, str(file), info.offset + found.start, found.dtype, found.shape)
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file does: names, sizes and times."""
@@ -185,6 +193,26 @@ def _by_lead(
         single = all(size == 1 for size in chunk.sizes[:num_leading])
         found.setdefault(lead if single else None, []).append(chunk)
     return found
+
+
+def _copy(stored: Span | Tensor, lead: Sequence[int], shape: Sequence[int], target: Tensor, memory: Memory) -> None:
+    """Fill `target` with the first `shape` elements of a chunk at index `lead` of its leading dimensions."""
+    if isinstance(stored, Span):
+        inner = stored.shape[len(lead) :]
+        num_bytes = prod(inner) * stored.dtype.itemsize
+        index = 0
+        for at, size in zip(lead, stored.shape, strict=False):
+            index = index * size + at
+        stored = Span(stored.name, stored.file, stored.start + index * num_bytes, stored.dtype, inner)
+        if target.is_contiguous() and stored.dtype == target.dtype and tuple(shape[1:]) == inner[1:]:
+            stored.read_into(target)
+            return
+        values = stored.read_into(memory.empty("chunk", inner, stored.dtype))
+    else:
+        values = stored[tuple(lead)]
+    for dim, length in enumerate(shape):
+        values = values.narrow(dim, 0, length)
+    target.copy_(values)
 
 
 class _Slice(io.RawIOBase):

@@ -143,14 +143,18 @@ class Rule:
 
     def to_megatron_shard(self, parts: Sequence[Tensor], tp: int, rank: int) -> Tensor:
         """The local Megatron shard of TP rank `rank` alone; as `to_megatron`."""
+        pieces = self.to_megatron_rows(parts, tp, rank)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0)
+
+    def to_megatron_rows(self, parts: Sequence[Tensor], tp: int, rank: int) -> list[Tensor]:
+        """As `to_megatron_shard`, as consecutive rows in pieces, which are views except for padding."""
         runs = self.runs(tp, rank)
         grid = self._check_parts(parts)
         pieces = [self._rows(parts, run) for run in runs]
-        shard = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 0)
         if self.tp_dim == 1 and grid:
             start, stop = self._column_span(grid, tp, rank)
-            shard = shard.narrow(1, start, stop - start)
-        return shard
+            pieces = [piece.narrow(1, start, stop - start) for piece in pieces]
+        return pieces
 
     # ---------------------------------------------------------------- Megatron -> HF
     def to_hf(self, shards: Sequence[Tensor]) -> list[Tensor]:
@@ -159,6 +163,10 @@ class Rule:
         Padding rows are cut. A replicated parameter is taken from rank 0. Returns views where possible. Raises
         ValueError for a wrong shape, dtype or number of shards, or if two shards disagree on a block that both hold.
         """
+        return [rows[0] if len(rows) == 1 else torch.cat(rows, 0) for rows in self.to_hf_rows(shards)]
+
+    def to_hf_rows(self, shards: Sequence[Tensor]) -> list[list[Tensor]]:
+        """As `to_hf`, each HF tensor as consecutive rows in pieces, which are views except where columns are joined."""
         tp = len(shards)
         grid = self._check_shards(shards)
         if self.tp_dim is None:
@@ -172,8 +180,7 @@ class Rule:
                 if run.part != PADDING:
                     pieces[run.part].append((run.start, shard.narrow(0, row, run.length)))
                 row += run.length
-        ordered = [[piece for _, piece in sorted(found, key=lambda item: item[0])] for found in pieces]
-        return [found[0] if len(found) == 1 else torch.cat(found, 0) for found in ordered]
+        return [[piece for _, piece in sorted(found, key=lambda item: item[0])] for found in pieces]
 
     def local_segments(self, tp: int, rank: int) -> list[Segment]:
         """For every HF tensor, which local rows of TP rank `rank` lie where on it (the global 128x128 grid).

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.weights.convert.job import Output, Part, Step
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, QUANT_CONFIG, byte_view
 from jetrl_megatron.weights.io import DEFAULT_MAX_SHARD_BYTES, carry_files, shard_names, write_config, write_index
 
@@ -28,8 +29,9 @@ def write_safetensors(folder: Path, part: Part) -> None:
             _write_header(file, [output for output in outputs if output.slot == slot])
             for slot, file in enumerate(files)
         ]
+        memory = Memory()
         for step in part.steps:
-            for slot, chunk in step.chunks():
+            for slot, chunk in step.chunks(memory):
                 _write_all(files[slot], chunk)
         assert [file.tell() for file in files] == ends, "chunks do not fill their tensors"
 

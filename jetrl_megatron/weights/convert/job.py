@@ -25,6 +25,7 @@ from torch import Tensor
 
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.native.tensors import use_threads
+from jetrl_megatron.weights.convert.memory import Memory
 
 SPARE_BYTES = 64 << 20  # headers, index, configuration, tokenizer
 _JOB_FILE = ".job.json"
@@ -51,8 +52,8 @@ class Step(Protocol):
     def outputs(self) -> Sequence[Output]:
         """What `chunks` will give, per slot in this order."""
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """(slot, consecutive rows of that slot's tensors)."""
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
+        """(slot, consecutive rows of that slot's tensors), each valid until the next. memory: to make them in."""
 
 
 @dataclass(frozen=True)

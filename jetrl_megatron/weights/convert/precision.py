@@ -21,6 +21,7 @@ from jetrl_megatron.weights.convert.hf_files import (
     write_safetensors,
 )
 from jetrl_megatron.weights.convert.job import Job, Output
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.source import Source, Weight, row_chunks
 
 
@@ -33,7 +34,7 @@ class Copy:
     def outputs(self) -> Sequence[Output]:
         return (Output(self.weight.name, self.weight.dense_dtype, self.weight.shape),)
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
         for first, last in row_chunks(self.weight.shape, self.weight.span.row_bytes):
             yield 0, self.weight.rows(first, last)
 
@@ -48,7 +49,7 @@ class Quantize:
     def outputs(self) -> Sequence[Output]:
         return fp8_outputs(self.weight.name, self.weight.shape)
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
         scales = []
         for codes, scale in self.weight.fp8_chunks(self.format):
             yield 0, codes

@@ -29,6 +29,7 @@ from jetrl_megatron.weights.convert.hf_files import (
 )
 from jetrl_megatron.weights.convert.job import Job, Output, Part, Step, fingerprint
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files, model_files
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.precision import fp8_outputs
 from jetrl_megatron.weights.convert.source import DTYPES, Source, Span, Weight
 from jetrl_megatron.weights.families.common import EMBEDDING, OUTPUT
@@ -107,16 +108,12 @@ class ToShards:
                 found.append(Output(name + SCALE, torch.float32, self.rule.scale_shape(self.tensor, rank), rank))
         return found
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        if not self.rule.quantized:
-            yield from enumerate(self.rule.to_megatron(self.source.dense(), self.tensor))
-            return
-        parts = self.source.fp8()
-        codes = self.rule.to_megatron([data for data, _ in parts], self.tensor)
-        scales = self.rule.to_megatron([scale for _, scale in parts], self.tensor)
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
+        parts = zip(*self.source.fp8(), strict=True) if self.rule.quantized else [self.source.dense()]
+        kinds = [list(tensors) for tensors in parts]  # codes and scales, or the values
         for rank in range(self.tensor):
-            yield rank, codes[rank]
-            yield rank, scales[rank]
+            for tensors in kinds:
+                yield from ((rank, rows) for rows in self.rule.to_megatron_rows(tensors, self.tensor, rank))
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,7 @@ class ToHf:
             return [Output(hf.name, self.source.dtype, hf.shape) for hf in self.rule.hf]
         return [output for hf in self.rule.hf for output in fp8_outputs(hf.name, hf.shape)]
 
-    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+    def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
         if not self.rule.quantized:
             yield from ((0, tensor) for tensor in self.source.dense())
             return
