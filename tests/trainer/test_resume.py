@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.runs import TINY, kill_in_phase, train_ok, without_times
+from tests.support.runs import TINY, kill_in_phase, rewind, train_ok, without_times
 
 PHASES = ("rollout", "reward", "logprob", "train", "sync", "save")
 NUM_STEPS = 2 * len(PHASES)
@@ -45,9 +45,9 @@ def test_killed_in_every_phase_and_resumed_equals_uninterrupted(tmp_path: Path) 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_virtual_stages_killed_and_resumed(tmp_path: Path) -> None:
-    """The same for two pipeline stages of two chunks each; their checkpoint also loads on one rank, which then exports
-    the same model."""
+def test_virtual_stages_resumed(tmp_path: Path) -> None:
+    """The same for two pipeline stages of two chunks each, from the checkpoint of step 2; their last checkpoint also
+    loads on one rank, which then exports the same model."""
     overrides = (
         *TINY,
         "model.init=random",
@@ -56,19 +56,20 @@ def test_virtual_stages_killed_and_resumed(tmp_path: Path) -> None:
         "optimizer.lr=1e-3",
         "trainer.num_steps=4",
         "checkpoint.every_steps=1",
+        "checkpoint.keep=3",
     )
     virtual = ("parallel.pipeline=2", "parallel.virtual_pipeline=2")
     expected = train_ok(tmp_path / "whole", *overrides, *virtual)
-    killed = tmp_path / "killed"
-    kill_in_phase(killed, "train", *overrides, *virtual, resume=False)
-    found = train_ok(killed, *overrides, *virtual, resume=True)
+    resumed = tmp_path / "resumed"
+    rewind(tmp_path / "whole", resumed, step=2)
+    found = train_ok(resumed, *overrides, *virtual, resume=True)
     assert [without_times(row) for row in found] == [without_times(row) for row in expected]
     assert all(row["mismatch/max_abs_dlogp"] == 0.0 and row["grad/norm"] > 0 for row in found)
-    ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("killed", "whole"))
+    ours, theirs = (load_file(tmp_path / run / "hf" / "model.safetensors") for run in ("resumed", "whole"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
-    shutil.rmtree(killed / "hf")
-    train_ok(killed, *overrides, resume=True)
-    alone = load_file(killed / "hf" / "model.safetensors")
+    shutil.rmtree(resumed / "hf")
+    train_ok(resumed, *overrides, resume=True)
+    alone = load_file(resumed / "hf" / "model.safetensors")
     assert all(torch.equal(alone[name], theirs[name]) for name in theirs)

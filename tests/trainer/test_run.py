@@ -132,7 +132,6 @@ def test_export_is_the_model(finished: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "overrides"),
     [
-        ("pipeline", ("parallel.pipeline=2",)),
         ("tensor-sequence", ("parallel.tensor=2", "parallel.sequence=true")),
         ("data", ("parallel.data=2",)),
         (
