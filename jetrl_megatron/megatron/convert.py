@@ -28,7 +28,7 @@ from jetrl_megatron.megatron.torch_dist import METADATA, MegatronCheckpoint, Pla
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
 from jetrl_megatron.weights.convert.job import Job, Output, Part
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files
-from jetrl_megatron.weights.convert.memory import Memory, own_storage
+from jetrl_megatron.weights.convert.memory import Memory, cut_rows, own_storage
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, Source, Weight
 from jetrl_megatron.weights.plan import ConversionPlan, layer_of
 from jetrl_megatron.weights.rules import Rule
@@ -43,19 +43,10 @@ class HfTensors:
     weights: tuple[Weight, ...]
     dtype: torch.dtype
 
-    def load(self, rule: Rule, out: Tensor, _memory: Memory) -> None:
-        """Fill `out`, the unsharded Megatron tensor: read straight into place where no value changes."""
-        dense: dict[int, Tensor] = {}
-        row = 0
-        for part, start, length in rule.runs(1, 0):
-            weight, rows = self.weights[part], out.narrow(0, row, length)
-            if weight.scale is None and weight.span.dtype == self.dtype:
-                weight.span.read_into(rows, start)
-            else:
-                if part not in dense:
-                    dense[part] = weight.dense()
-                rows.copy_(dense[part].narrow(0, start, length))
-            row += length
+    def pieces(self, rule: Rule, _memory: Memory) -> list[Tensor]:
+        """Consecutive rows of the unsharded Megatron tensor, mapped from the files where they are not FP8."""
+        parts = [weight.span.whole() if weight.scale is None else weight.dense() for weight in self.weights]
+        return rule.to_megatron_rows(parts, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,9 @@ class StoredTensor:
     hf_config: str
     dtype: torch.dtype
 
-    def load(self, rule: Rule, out: Tensor, memory: Memory) -> None:
-        _opened(self.path, self.hf_config).read_into(rule, out, memory)
+    def pieces(self, rule: Rule, memory: Memory) -> list[Tensor]:
+        """Consecutive rows of the unsharded tensor."""
+        return _opened(self.path, self.hf_config).pieces(rule, memory)
 
 
 @dataclass(frozen=True)
@@ -103,15 +95,27 @@ class WriteParameter:
         return [tuple(i * size if d == dim else 0 for d in range(len(self.shape))) for i in range(count)]
 
     def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
-        whole = memory.empty("parameter", self.shape, self.source.dtype)
-        held = self.rule.megatron_shape(1)[0]
-        whole[held:].zero_()
-        self.source.load(self.rule, whole[:held], memory)
+        pieces = self.source.pieces(self.rule, memory)
         dim, count = self._cut
-        for piece in whole.chunk(count, dim):
-            if not piece.is_contiguous():
-                piece = memory.empty("columns", tuple(piece.shape), piece.dtype).copy_(piece)
-            yield 0, own_storage(piece)
+        shape = tuple(size // count if d == dim else size for d, size in enumerate(self.shape))
+        for i in range(count):
+            first = i * shape[0] if dim == 0 else 0
+            rows = cut_rows(pieces, first, first + shape[0])
+            if dim == 1:
+                rows = [piece.narrow(1, i * shape[1], shape[1]) for piece in rows]
+            yield 0, own_storage(self._joined(rows, shape, memory))
+
+    def _joined(self, rows: Sequence[Tensor], shape: tuple[int, ...], memory: Memory) -> Tensor:
+        """One contiguous tensor, padded with zero rows; the rows themselves where they are that already."""
+        if len(rows) == 1 and rows[0].shape == shape and rows[0].is_contiguous() and rows[0].dtype == self.source.dtype:
+            return rows[0]
+        out = memory.empty("piece", shape, self.source.dtype)
+        row = 0
+        for piece in rows:
+            out[row : row + len(piece)].copy_(piece)
+            row += len(piece)
+        out[row:].zero_()
+        return out
 
 
 def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
@@ -249,9 +253,15 @@ class ReadParameter:
         return [Output(hf.name, self.dtype, hf.shape) for hf in self.rule.hf]
 
     def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
-        whole = memory.empty("parameter", self.rule.megatron_shape(1), self.dtype)
-        _opened(self.path, self.hf_config).read_into(self.rule, whole, memory)
-        yield from ((0, rows) for tensor in self.rule.to_hf_rows([whole]) for rows in tensor)
+        pieces = _opened(self.path, self.hf_config).pieces(self.rule, memory)
+        found: list[list[tuple[int, list[Tensor]]]] = [[] for _ in self.rule.hf]
+        row = 0
+        for run in self.rule.runs(1, 0):
+            found[run.part].append((run.start, cut_rows(pieces, row, row + run.length)))
+            row += run.length
+        for runs in found:
+            for _, rows in sorted(runs, key=lambda item: item[0]):
+                yield from ((0, piece) for piece in rows)
 
 
 def megatron_to_hf(path: Path, out: Path, hf_config: Path | None = None, workers: int = 1) -> Job:

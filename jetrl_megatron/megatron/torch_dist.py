@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -134,34 +134,37 @@ class MegatronCheckpoint:
 
     def parameter(self, rule: Rule) -> Tensor:
         """The unsharded Megatron tensor, without padding. Raises ValueError for a hole or a truncated file."""
-        out = torch.empty(rule.megatron_shape(1), dtype=self.dtype(rule))
-        self.read_into(rule, out, Memory())
-        return out
+        pieces = self.pieces(rule, Memory())
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def read_into(self, rule: Rule, out: Tensor, memory: Memory) -> None:
-        """Fill `out` with the parameter; as `parameter`."""
-        place, _ = self._place(rule)
-        covered = 0
+    def pieces(self, rule: Rule, memory: Memory) -> list[Tensor]:
+        """The same as consecutive rows, mapped from the files where chunks are whole rows, else made in `memory`."""
+        place, tensor = self._place(rule)
+        shape, num_leading = rule.megatron_shape(1), len(place.lead)
+        parts = []  # (offsets, values) of the chunks, without leading dimensions and padding
         for chunk in (*self._chunks[place.key].get(place.lead, ()), *self._chunks[place.key].get(None, ())):
             lead = [at - first for at, first in zip(place.lead, chunk.offsets, strict=False)]
-            if any(not 0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False)):
-                continue
-            stored = self._open(place.key, chunk)
-            target = out
-            at: list[int] = []
-            for dim, first in enumerate(chunk.offsets[len(lead) :]):
-                length = max(min(chunk.sizes[len(lead) + dim], out.shape[dim] - first), 0)  # padding is cut
-                target, at = target.narrow(dim, min(first, out.shape[dim]), length), [*at, length]
-            _copy(stored, lead, at, target, memory)
-            covered += target.numel()
-        if covered != out.numel():
+            offsets, sizes = chunk.offsets[num_leading:], chunk.sizes[num_leading:]
+            inside = [min(size, end - first) for first, size, end in zip(offsets, sizes, shape, strict=True)]
+            held = all(0 <= at < size for at, size in zip(lead, chunk.sizes, strict=False))
+            if held and all(length > 0 for length in inside):
+                values = self._read(place.key, chunk)[tuple(lead)]
+                parts.append((offsets, values[tuple(slice(length) for length in inside)]))
+        covered = sum(values.numel() for _, values in parts)
+        if covered != prod(shape):
             raise ValueError(
-                f"{rule.megatron_name}: {covered} of {out.numel()} elements in {self.path}; rule: chunks cover the "
+                f"{rule.megatron_name}: {covered} of {prod(shape)} elements in {self.path}; rule: chunks cover the "
                 f"tensor; fix: save the checkpoint again"
             )
+        if all(values.shape[1:] == shape[1:] for _, values in parts):
+            return [values for _, values in sorted(parts, key=lambda part: part[0][0])]
+        whole = memory.empty("parameter", shape, tensor.properties.dtype)
+        for offsets, values in parts:
+            whole[tuple(slice(first, first + n) for first, n in zip(offsets, values.shape, strict=True))] = values
+        return [whole]
 
-    def _open(self, key: str, chunk: ChunkStorageMetadata) -> Span | Tensor:
-        """Where the chunk lies in a file; a tensor if it is stored in an unusual way."""
+    def _read(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A chunk, mapped from its file unless it is stored in an unusual way."""
         info = self._storage[MetadataIndex(key, chunk.offsets)]
         file = self.path / info.relative_path
         try:
@@ -175,7 +178,7 @@ class MegatronCheckpoint:
             raise ValueError(
                 f"{file}: {key} is not readable ({error}); rule: complete files; fix: get the checkpoint again"
             ) from error
-        return Span(key, str(file), info.offset + found.start, found.dtype, found.shape)
+        return Span(key, str(file), info.offset + found.start, found.dtype, found.shape).whole()
 
     def fingerprint(self) -> list[Any]:
         """Changes when a file does: names, sizes and times."""
@@ -193,26 +196,6 @@ def _by_lead(
         single = all(size == 1 for size in chunk.sizes[:num_leading])
         found.setdefault(lead if single else None, []).append(chunk)
     return found
-
-
-def _copy(stored: Span | Tensor, lead: Sequence[int], shape: Sequence[int], target: Tensor, memory: Memory) -> None:
-    """Fill `target` with the first `shape` elements of a chunk at index `lead` of its leading dimensions."""
-    if isinstance(stored, Span):
-        inner = stored.shape[len(lead) :]
-        num_bytes = prod(inner) * stored.dtype.itemsize
-        index = 0
-        for at, size in zip(lead, stored.shape, strict=False):
-            index = index * size + at
-        stored = Span(stored.name, stored.file, stored.start + index * num_bytes, stored.dtype, inner)
-        if target.is_contiguous() and stored.dtype == target.dtype and tuple(shape[1:]) == inner[1:]:
-            stored.read_into(target)
-            return
-        values = stored.read_into(memory.empty("chunk", inner, stored.dtype))
-    else:
-        values = stored[tuple(lead)]
-    for dim, length in enumerate(shape):
-        values = values.narrow(dim, 0, length)
-    target.copy_(values)
 
 
 class _Slice(io.RawIOBase):

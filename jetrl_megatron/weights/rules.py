@@ -163,10 +163,6 @@ class Rule:
         Padding rows are cut. A replicated parameter is taken from rank 0. Returns views where possible. Raises
         ValueError for a wrong shape, dtype or number of shards, or if two shards disagree on a block that both hold.
         """
-        return [rows[0] if len(rows) == 1 else torch.cat(rows, 0) for rows in self.to_hf_rows(shards)]
-
-    def to_hf_rows(self, shards: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As `to_hf`, each HF tensor as consecutive rows in pieces, which are views except where columns are joined."""
         tp = len(shards)
         grid = self._check_shards(shards)
         if self.tp_dim is None:
@@ -180,7 +176,8 @@ class Rule:
                 if run.part != PADDING:
                     pieces[run.part].append((run.start, shard.narrow(0, row, run.length)))
                 row += run.length
-        return [[piece for _, piece in sorted(found, key=lambda item: item[0])] for found in pieces]
+        ordered = [[piece for _, piece in sorted(found, key=lambda item: item[0])] for found in pieces]
+        return [found[0] if len(found) == 1 else torch.cat(found, 0) for found in ordered]
 
     def local_segments(self, tp: int, rank: int) -> list[Segment]:
         """For every HF tensor, which local rows of TP rank `rank` lie where on it (the global 128x128 grid).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -31,3 +32,14 @@ def own_storage(rows: Tensor) -> Tensor:
     """Contiguous `rows` as a tensor whose storage holds nothing else (`torch.save` writes whole storages)."""
     assert rows.is_contiguous()
     return torch.frombuffer(rows.view(-1).view(torch.uint8).numpy(), dtype=rows.dtype).view(rows.shape)
+
+
+def cut_rows(pieces: Sequence[Tensor], first: int, last: int) -> list[Tensor]:
+    """Rows [first, last) of a tensor given as consecutive rows in pieces, as views."""
+    found, row = [], 0
+    for piece in pieces:
+        start, stop = max(first - row, 0), min(last - row, len(piece))
+        if start < stop:
+            found.append(piece[start:stop])
+        row += len(piece)
+    return found
