@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from jetrl_megatron.config.checkpoint_files import is_torch_dist
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import E4M3, compact_weight_scale
-from jetrl_megatron.megatron.torch_dist import METADATA, MegatronCheckpoint
+from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint
 from jetrl_megatron.weights.convert.compare import HfTensorsOf, Stored, Tensors
 from jetrl_megatron.weights.convert.ranks import LAYOUT_FILE, Shards
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES
@@ -56,7 +57,7 @@ def open_checkpoint(path: Path, hf_config: Path | None = None) -> Opened:
     """A Hugging Face folder, a torch_dist checkpoint or a folder of FP8 shards. ValueError if it is not whole."""
     if (path / LAYOUT_FILE).is_file():
         return _shards(Shards(path, hf_config))
-    if (path / METADATA).is_file():
+    if is_torch_dist(path):
         return _distributed(MegatronCheckpoint(path, hf_config))
     tensors = HfTensorsOf(path)
     spans = [weight.span for weight in tensors.source.weights.values()]

@@ -15,6 +15,8 @@ from jetrl_megatron.config.errors import Violation, one_line, show
 from jetrl_megatron.config.stacked_experts import split_experts
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024  # the safetensors format's own limit
+METADATA = ".metadata"  # of a torch_dist checkpoint
+HF_FOLDER = "hf"  # config.json, generation config and tokenizer of the model, inside a converted folder
 INDEX_NAME = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 
@@ -105,6 +107,16 @@ def load_json(path: Path, what: str) -> tuple[dict[str, Any], list[Violation]]:
     if not isinstance(value, dict):
         return {}, [Violation(what, str(path), "a JSON mapping", f"correct {path.name}")]
     return value, []
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a folder is a distributed checkpoint of Megatron."""
+    return (folder / METADATA).is_file()
+
+
+def model_folder(path: Path) -> Path:
+    """The folder with config.json and tokenizer of a checkpoint: its own, or the one inside a torch_dist checkpoint."""
+    return path / HF_FOLDER if is_torch_dist(path) else path
 
 
 def weight_files(folder: Path) -> tuple[list[Path], list[Violation]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jetrl_megatron.config.checkpoint_files import check_tensors, load_json
+from jetrl_megatron.config.checkpoint_files import check_tensors, is_torch_dist, load_json, model_folder
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.errors import ConfigError, Violation, one_line, show
 from jetrl_megatron.config.schema import RunConfig
@@ -21,11 +21,12 @@ _FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 
 
 def read_dims(cfg: RunConfig) -> ModelDims:
-    """Dims of the policy: from model.path/config.json (init: hf) or model.architecture. Raises ConfigError."""
+    """Dims of the policy: from the config.json of model.path (init: hf) or model.architecture. Raises ConfigError."""
     if cfg.model.init == "hf":
-        folder = Path(cfg.model.path or "")
+        folder = Path(cfg.model.path or "").expanduser()
         if not folder.is_dir():
-            raise ConfigError([Violation("model.path", str(folder), "an existing HF folder", "correct the path")])
+            raise ConfigError([Violation("model.path", str(folder), "an existing checkpoint", "correct the path")])
+        folder = model_folder(folder)
         source, (config, faults) = f"model.path ({folder}/config.json)", load_json(folder / "config.json", "model.path")
         if faults:
             raise ConfigError(faults)
@@ -46,7 +47,7 @@ def preflight(cfg: RunConfig, run_dir: Path) -> None:
         faults += error.errors
     else:
         if cfg.model.init == "hf":
-            faults += _model_faults(cfg, Path(cfg.model.path or ""), dims)
+            faults += _model_faults(cfg, Path(cfg.model.path or "").expanduser(), dims)
     faults += _data_faults(cfg)
     faults += _reward_faults(cfg)
     faults += _folder_faults(cfg, run_dir)
@@ -65,7 +66,10 @@ def check_flow_precision(cfg: RunConfig) -> list[Violation]:
 
 
 def _model_faults(cfg: RunConfig, folder: Path, dims: ModelDims) -> Iterator[Violation]:
-    yield from check_tensors(folder, dims)
+    if is_torch_dist(folder):  # its tensors are checked by Megatron's reader, before an engine is started
+        folder = model_folder(folder)
+    else:
+        yield from check_tensors(folder, dims)
     if not any(all((folder / name).is_file() for name in names) for names in TOKENIZER_FILES):
         rule = "holds tokenizer.json, tokenizer.model, or vocab.json with merges.txt"
         yield Violation("model.path", str(folder), rule, "add the tokenizer's files")

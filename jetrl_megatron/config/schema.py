@@ -43,7 +43,7 @@ class WarmstartConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str | None = _f(None, "HF folder (config.json, safetensors, tokenizer); required for init: hf")
+    path: str | None = _f(None, "HF folder, or torch_dist checkpoint with hf/; required for init: hf")
     init: Literal["hf", "random", "warmstart"] = _f("hf", "where the first weights come from")
     architecture: dict[str, Any] | None = _f(
         None, "HF config.json fields (incl. model_type) of the model to make; required for init: random | warmstart"

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from jetrl_megatron.megatron.torch_dist import METADATA, MegatronCheckpoint, Place, places, written_places
+from jetrl_megatron.config.checkpoint_files import METADATA
+from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint, Place, places, written_places
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
 from jetrl_megatron.weights.convert.job import Job, Output, Part
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, compact_weight_scale, quantize_weight
 from jetrl_megatron.megatron.model import Policy
+from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.io import HfCheckpoint, require_finite
 from jetrl_megatron.weights.plan import expert_of, shift_expert
@@ -31,6 +32,18 @@ def load_hf(policy: Policy, checkpoint: HfCheckpoint) -> None:
         parts = [checkpoint.tensor(hf.name) for hf in rule.hf]
         for hf, part in zip(rule.hf, parts, strict=True):
             require_finite(hf.name, part)
+        local = rule.to_megatron_shard(parts, ranks.tensor_size, ranks.tensor)
+        with torch.no_grad():
+            parameter.copy_(local.to(parameter.dtype))
+
+
+def load_megatron(policy: Policy, checkpoint: MegatronCheckpoint) -> None:
+    """Fill this rank's parameters from a torch_dist checkpoint of any layout. ValueError: a hole, a NaN or Inf."""
+    stored = {rule.hf: rule for rule in checkpoint.plan.rules if rule.export}
+    ranks = policy.ranks
+    for rule, parameter, _ in policy.named_rules():
+        source = stored[rule.hf]  # a tied output layer has no tensor of its own
+        parts = source.to_hf([require_finite(source.megatron_name, checkpoint.parameter(source))])
         local = rule.to_megatron_shard(parts, ranks.tensor_size, ranks.tensor)
         with torch.no_grad():
             parameter.copy_(local.to(parameter.dtype))

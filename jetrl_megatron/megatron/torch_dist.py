@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
+from jetrl_megatron.config.checkpoint_files import METADATA
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.megatron.saved_tensor import saved_tensor
 from jetrl_megatron.weights.convert.job import fingerprint
@@ -32,7 +33,6 @@ from jetrl_megatron.weights.convert.source import Span
 from jetrl_megatron.weights.plan import ConversionPlan, expert_of, layer_of
 from jetrl_megatron.weights.rules import Rule
 
-METADATA = ".metadata"
 MAX_PADDING_ROWS = 128 * 64  # stock Megatron pads the vocabulary to a multiple of 128 x TP
 _FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",

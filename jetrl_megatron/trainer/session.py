@@ -17,14 +17,16 @@ from transformers import AutoTokenizer
 
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import ModelDims, RunConfig
+from jetrl_megatron.config.checkpoint_files import is_torch_dist, model_folder
 from jetrl_megatron.config.plan import resolve_tp_invariant
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
-from jetrl_megatron.megatron.gather import load_hf
+from jetrl_megatron.megatron.gather import load_hf, load_megatron
 from jetrl_megatron.megatron.groups import Ranks, initialize
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy, build_policy
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
+from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint
 from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.rl.data import PromptSource
 from jetrl_megatron.rl.rewards import Scorer
@@ -72,15 +74,14 @@ def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     torch.set_num_threads(cfg.trainer.num_threads)
     use_threads(cfg.trainer.num_threads)
     ranks = initialize(cfg.parallel, cfg.trainer.seed)
-    checkpoint = HfCheckpoint(_model_dir(cfg, run_dir, ranks))
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.path))
+    first = FirstWeights(_model_dir(cfg, run_dir, ranks))
+    tokenizer = AutoTokenizer.from_pretrained(str(first.model_dir))
     prompts = PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if ranks.is_main else None
-    policy = _policy(cfg, ModelDims.from_hf(checkpoint.config), ranks, cfg.trainer.recompute)
-    checkpoint.verify(policy.plan)
-    load_hf(policy, checkpoint)
-    engines = _start_engines(cfg, run_dir, checkpoint.config) if ranks.is_main else None
+    policy = _policy(cfg, ModelDims.from_hf(first.config), ranks, cfg.trainer.recompute)
+    first.load(policy)
+    engines = _start_engines(cfg, run_dir, first.config) if ranks.is_main else None
     try:
-        return _finish(cfg, run_dir, resume, checkpoint, tokenizer, prompts, policy, engines)
+        return _finish(cfg, run_dir, resume, first, tokenizer, prompts, policy, engines)
     except BaseException:
         if engines is not None:
             engines.shutdown()
@@ -91,7 +92,7 @@ def _finish(
     cfg: RunConfig,
     run_dir: Path,
     resume: bool,
-    checkpoint: HfCheckpoint,
+    first: FirstWeights,
     tokenizer: Any,
     prompts: PromptSource | None,
     policy: Policy,
@@ -102,7 +103,7 @@ def _finish(
     reference = None
     if cfg.algorithm.kl_coef > 0:
         reference = _policy(cfg, policy.dims, ranks, recompute=False)
-        load_hf(reference, checkpoint)
+        first.load(reference)
     trainable = make_trainable(policy, cfg.optimizer, cfg.trainer.num_steps * cfg.algorithm.updates_per_step)
     first_step, resumed = 1, latest_checkpoint(run_dir / files.CHECKPOINTS) if resume else None
     if resumed is not None:
@@ -113,14 +114,14 @@ def _finish(
     return Session(
         cfg=cfg,
         run_dir=run_dir,
-        model_dir=checkpoint.path,
+        model_dir=first.model_dir,
         ranks=ranks,
         policy=policy,
         trainable=trainable,
         reference=reference,
         sync=WeightSync(policy, engines, cfg.sync, run_dir, fp8=cfg.precision.rollout == "fp8"),
         first_step=first_step,
-        stop_token_ids=cfg.rollout.stop_token_ids or _eos_ids(checkpoint),
+        stop_token_ids=cfg.rollout.stop_token_ids or _eos_ids(first.model_dir),
         engines=engines,
         prompts=prompts,
         scorer=Scorer(cfg.reward) if ranks.is_main else None,
@@ -129,8 +130,26 @@ def _finish(
     )
 
 
+class FirstWeights:
+    """The weights that a run starts from: a Hugging Face folder or a torch_dist checkpoint of Megatron. model_dir: the
+    folder with config.json and tokenizer. Raises ValueError for one that is not whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._checkpoint = MegatronCheckpoint(path) if is_torch_dist(path) else HfCheckpoint(path)
+        self.model_dir = model_folder(path)
+        self.config = self._checkpoint.config
+
+    def load(self, policy: Policy) -> None:
+        """Fill this rank's parameters."""
+        if isinstance(self._checkpoint, MegatronCheckpoint):
+            load_megatron(policy, self._checkpoint)
+        else:
+            self._checkpoint.verify(policy.plan)
+            load_hf(policy, self._checkpoint)
+
+
 def _model_dir(cfg: RunConfig, run_dir: Path, ranks: Ranks) -> Path:
-    """The HF folder of the first weights; made on rank 0 where the configuration asks for it."""
+    """The folder of the first weights; made on rank 0 where the configuration asks for it."""
     if cfg.model.init == "hf":
         return Path(cfg.model.path or "").expanduser()
     folder = run_dir / files.INITIAL_MODEL
@@ -199,10 +218,10 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
     return EnginePool(specs, rollout.start_timeout_s, rollout.request_timeout_s, rollout.max_restarts)
 
 
-def _eos_ids(checkpoint: HfCheckpoint) -> tuple[int, ...]:
+def _eos_ids(model_dir: Path) -> tuple[int, ...]:
     """End-of-sequence ids of the generation config, else of the model config."""
     for name in ("generation_config.json", "config.json"):
-        path = checkpoint.path / name
+        path = model_dir / name
         value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
         if value is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)

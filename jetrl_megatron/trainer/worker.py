@@ -59,7 +59,7 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     from jetrl_megatron.trainer.progress import Progress
     from jetrl_megatron.trainer.report import summarize, write_report
     from jetrl_megatron.trainer.session import open_session
-    from jetrl_megatron.weights.io import HfCheckpoint, write_hf
+    from jetrl_megatron.weights.io import CONFIG, read_json, write_hf
 
     session = open_session(cfg, run_dir, resume)
     try:
@@ -68,8 +68,8 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
         if cfg.checkpoint.export_hf:
             tensors = export_bf16(session.policy)
             if session.ranks.is_main:
-                source = HfCheckpoint(session.model_dir)
-                write_hf(run_dir / files.HF_EXPORT, tensors, source.config, source.path)
+                config = read_json(session.model_dir / CONFIG)
+                write_hf(run_dir / files.HF_EXPORT, tensors, config, session.model_dir)
             else:
                 for _ in tensors:
                     pass

@@ -95,7 +95,7 @@ def test_check_tells_the_block_layout_of_each_side(good: Path) -> None:
         (["rollout.temprature=1"], ["rollout.temprature", "did you mean rollout.temperature"]),
         (["trainer.num_steps=many"], ['trainer.num_steps: "many"; rule: type integer']),
         (["nonsense"], ["the form section.key=value"]),
-        (["model.path=nowhere"], ["model.path: nowhere; rule: an existing HF folder"]),
+        (["model.path=nowhere"], ["model.path: nowhere; rule: an existing checkpoint"]),
         (["data.path=nowhere.jsonl"], ["data.path: nowhere.jsonl; rule: an existing JSONL file"]),
         (["data.answer_field=solution"], [":1: no field 'solution'"]),
         (["reward.kind=oops"], ['reward.kind: "oops"']),

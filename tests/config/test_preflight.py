@@ -152,7 +152,7 @@ def test_missing_parts_of_the_folder(hf_folder: MakeFolder, rows: Path, tmp_path
     assert "valid JSON" in faults(config(folder, rows), tmp_path)[0]
     (folder / "config.json").unlink()
     assert "config.json" in faults(config(folder, rows), tmp_path)[0]
-    assert "an existing HF folder" in faults(config(tmp_path / "none", rows), tmp_path)[0]
+    assert "an existing checkpoint" in faults(config(tmp_path / "none", rows), tmp_path)[0]
 
 
 def test_unknown_family_says_where_it_was_read(hf_folder: MakeFolder, rows: Path, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe
 from jetrl_megatron.megatron import cpu_shim
 from jetrl_megatron.megatron.convert import hf_to_megatron, megatron_to_hf, reshard
-from jetrl_megatron.megatron.gather import load_hf
+from jetrl_megatron.megatron.gather import load_hf, load_megatron
 from jetrl_megatron.megatron.groups import Ranks, shutdown
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy, build_policy
+from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint
 from jetrl_megatron.weights.convert.layout import Layout
 from jetrl_megatron.weights.convert.precision import bf16_to_fp8, fp8_to_bf16
 from jetrl_megatron.weights.io import HfCheckpoint
@@ -123,21 +124,22 @@ def test_stock_megatron_loads_it(tmp_path: Path, one_rank: Ranks, models: Models
 
 @pytest.mark.parametrize("name", [*FAMILIES, "qwen3-tied"])
 def test_our_model_loads_and_saves_it(tmp_path: Path, one_rank: Ranks, models: Models, name: str) -> None:
-    """The trainer's model loads a converted checkpoint to the bits that it loads from HF, and what Megatron's own save
-    writes of it converts back to HF."""
+    """The trainer's model loads a converted checkpoint, with our reader and with Megatron's, to the bits that it loads
+    from HF, and what Megatron's own save writes of it converts back to HF."""
     from megatron.core import dist_checkpointing
 
     source = models(name)
     hf_to_megatron(source, tmp_path / "m", Layout(2, 2)).run()
     checkpoint = HfCheckpoint(source)
-    policy, expected = (build(checkpoint, one_rank) for _ in range(2))
+    policy, ours, expected = (build(checkpoint, one_rank) for _ in range(3))
     load_hf(expected, checkpoint)
+    load_megatron(ours, MegatronCheckpoint(tmp_path / "m"))
     loaded = dist_checkpointing.load({"model": sharded_state(policy.models[0])}, str(tmp_path / "m"))
     policy.models[0].load_state_dict(loaded["model"])
-    for parameter, (key, other) in zip(
-        policy.models[0].parameters(), expected.models[0].named_parameters(), strict=True
-    ):
-        assert_same_bits(parameter.detach(), other.detach(), key)
+    for loaded_by in (policy, ours):
+        pairs = zip(loaded_by.models[0].parameters(), expected.models[0].named_parameters(), strict=True)
+        for parameter, (key, other) in pairs:
+            assert_same_bits(parameter.detach(), other.detach(), key)
     (tmp_path / "saved").mkdir()
     dist_checkpointing.save({"model": sharded_state(policy.models[0])}, str(tmp_path / "saved"))
     megatron_to_hf(tmp_path / "saved", tmp_path / "hf", hf_config=source).run()

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from jetrl_megatron.megatron.convert import hf_to_megatron
+from jetrl_megatron.weights.convert.layout import Layout
 from tests.support.runs import TINY, train, train_ok
 from tests.support.trainer import load_policy
 
@@ -207,9 +209,12 @@ def test_unequal_precision_is_not_exact(tmp_path: Path) -> None:
     assert "mismatch.require_exact" in refused.stderr
 
 
-def test_engine_log_probs_as_old_policy(tmp_path: Path) -> None:
-    """`recompute_old_logprobs: false` saves the forward and still checks exactness, in the update's own forward."""
-    rows = train_ok(tmp_path / "run", *SHORT, "algorithm.recompute_old_logprobs=false")
+def test_engine_log_probs_as_old_policy(finished: Path, tmp_path: Path) -> None:
+    """`recompute_old_logprobs: false` saves the forward and still checks exactness, in the update's own forward. The
+    run starts from a torch_dist checkpoint, cut for another layout."""
+    hf_to_megatron(finished / "hf", tmp_path / "torch_dist", Layout(2)).run()
+    first = ("model.init=hf", f"model.path={tmp_path / 'torch_dist'}")
+    rows = train_ok(tmp_path / "run", *SHORT, *first, "algorithm.recompute_old_logprobs=false")
     assert [row["mismatch/max_abs_dlogp"] for row in rows] == [0.0, 0.0]
     assert all(row["mismatch/num_tokens"] > 50 for row in rows)
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.config.checkpoint_files import HF_FOLDER
 from jetrl_megatron.weights.convert.source import QUANT_CONFIG
 from jetrl_megatron.weights.families.common import EMBEDDING
 from jetrl_megatron.weights.io import CONFIG, carry_files, read_json, write_config
 from jetrl_megatron.weights.plan import ConversionPlan, layer_of
 from jetrl_megatron.weights.rules import Rule
-
-HF_FOLDER = "hf"  # config.json, generation config and tokenizer of the model, inside a converted folder
 
 
 @dataclass(frozen=True)
