@@ -49,9 +49,10 @@ def rmsnorm_kernel(
     KEEP_BF16: tl.constexpr,
     POW2: tl.constexpr,
     LENGTH: tl.constexpr,
+    LEVELS: tl.constexpr,
     GROUPS: tl.constexpr,
 ) -> None:
-    """One row. LENGTH: hidden size rounded up to a power of two, GROUPS = LENGTH / 128."""
+    """One row. LENGTH = 2^LEVELS: hidden size rounded up, GROUPS = LENGTH / 128."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, LENGTH)
     inside = columns < hidden
@@ -61,7 +62,7 @@ def rmsnorm_kernel(
         x = round_to_bf16(x + widen(tl.load(residual_ptr + offsets, mask=inside, other=0.0)))
         tl.store(sum_ptr + offsets, narrow(x), mask=inside)
     weight = widen(tl.load(weight_ptr + columns, mask=inside, other=0.0))
-    mean = tree_sum(x * x, LENGTH) * one_over_hidden
+    mean = tree_sum(x * x, LEVELS) * one_over_hidden
     y = round_to_bf16((x * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))) * weight)
     y = tl.where(inside, y, 0.0)  # a non-finite row must not reach the padding of its last group
     if KEEP_BF16:
@@ -159,6 +160,7 @@ def plan_rmsnorm(
         "KEEP_BF16": keep_bf16,
         "POW2": check_block_format(fmt),
         "LENGTH": length,
+        "LEVELS": length.bit_length() - 1,
         "GROUPS": length // BLOCK,
     }
     result = Fused(Fp8Tensor(codes, scale, fmt), out, total)

@@ -106,10 +106,8 @@ def exp32(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def tree_sum(x: tl.tensor, LENGTH: tl.constexpr) -> tl.tensor:
-    """Sum of fp32 x [LENGTH], a power of two, by halving: x[:n/2] + x[n/2:] (`ops.reference.tree_sum`)."""
-    length: tl.constexpr = LENGTH
-    while length > 2:
-        length: tl.constexpr = length // 2
-        x = tl.sum(tl.reshape(x, (2, length)), axis=0)
+def tree_sum(x: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
+    """Sum of fp32 x [2^LEVELS] by halving: x[:n/2] + x[n/2:] (`ops.reference.tree_sum`)."""
+    for level in tl.static_range(1, LEVELS):
+        x = tl.sum(tl.reshape(x, (2, 1 << (LEVELS - level))), axis=0)
     return tl.sum(x, axis=0)
