@@ -1,1 +1,1 @@
-"""Triton kernels of the FP8 path. Importing this package imports triton; nothing outside `fp8` and tests does so at start."""
+"""Triton kernels of the FP8 path. Importing a module of this package imports triton; `fp8` itself does not."""

@@ -39,9 +39,7 @@ def _store_transposed(
     inside = (columns < num_columns)[:, None] & (tokens < code_stride)[None, :]
     columns = columns.to(tl.int64)
     tl.store(code_ptr + columns[:, None] * code_stride + tokens[None, :], code, mask=inside)
-    tl.store(
-        scale_ptr + columns * scale_stride_row + group * scale_stride_group, scale, mask=columns < num_columns
-    )
+    tl.store(scale_ptr + columns * scale_stride_row + group * scale_stride_group, scale, mask=columns < num_columns)
 
 
 @triton.jit
@@ -65,8 +63,8 @@ def columns_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """One read of a [128, COLUMNS] tile. FROM_FP8: x is rowwise E4M3 codes with their scales (requantize). WITH_ROWS: the
-    tile is quantized along its rows too, into row_code and row_scale."""
+    """One read of a [128, COLUMNS] tile. FROM_FP8: x is rowwise E4M3 codes with their scales (requantize). WITH_ROWS:
+    the tile is quantized along its rows too, into row_code and row_scale."""
     group_t = tl.program_id(0)
     tokens = group_t.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -161,7 +159,7 @@ def plan_both(
     scale = empty_scale(x.shape[0], num_blocks(x.shape[1]), x.device, layout)
     rows = Fp8Tensor(torch.empty(x.shape, dtype=E4M3, device=x.device), scale, fmt)
     plan = _plan(x, fmt, layout, pad_tokens, rows, BLOCK)
-    return Plan(plan.kernel, plan.grid, plan.arguments, plan.constants, (rows, plan.result), plan.num_warps)
+    return Plan(plan.kernel, plan.grid, plan.arguments, plan.constants, (rows, plan.result), num_warps=16)
 
 
 def quantize_both(
@@ -171,9 +169,7 @@ def quantize_both(
     return plan_both(x, fmt, layout, pad_tokens).run()
 
 
-def plan_requantize(
-    x: Fp8Tensor, layout: ScaleLayout = "row_major", pad_tokens: bool = False
-) -> Plan[Fp8Tensor]:
+def plan_requantize(x: Fp8Tensor, layout: ScaleLayout = "row_major", pad_tokens: bool = False) -> Plan[Fp8Tensor]:
     """The launch of `requantize_columns`."""
     check_matrix("x", x.data, (E4M3,))
     return _plan(x.data.view(torch.uint8), x.format, layout, pad_tokens, x, _COLUMNS)

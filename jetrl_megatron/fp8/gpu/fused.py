@@ -1,5 +1,5 @@
-"""Operators of the forward path fused with the quantizer of the linear that follows: RMSNorm (with the residual add) and
-SwiGLU. Each gives the bits of the separate operators (`ops.reference`) followed by `fp8.quantize_rows`.
+"""Operators of the forward path fused with the quantizer of the linear that follows: RMSNorm (with the residual add)
+and SwiGLU. Each gives the bits of the separate operators (`ops.reference`) followed by `fp8.quantize_rows`.
 
 Shape letters: T tokens, H hidden size, F intermediate size.
 """

@@ -2,8 +2,8 @@
 
 D[M, N] = A[M, K] @ B[N, K].T: per 128-wide K block a tensor-core partial sum, then
 acc = fma(RN(scale_a * scale_b), partial, acc), K blocks ascending; one rounding to bf16, or one fp32 add into D.
-One tile shape for every M, no split-K, no autotuning: a row's bits do not depend on the batch. The partial sums of tensor
-cores are not exact (section 2), so against the exact GEMM this needs a tolerance.
+One tile shape for every M, no split-K, no autotuning: a row's bits do not depend on the batch. The partial sums of
+tensor cores are not exact (section 2), so against the exact GEMM this needs a tolerance.
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ def plan_gemm_nt(
         raise ValueError(f"K: {k} and {other_k}; rule: operands contract the same K; fix: check shapes")
     rows_per_scale = _rows_per_scale(n, k, scale_b)
     if scale_a.shape != (m, num_blocks(k)):
-        raise ValueError(f"scale_a: {tuple(scale_a.shape)}; rule: {(m, num_blocks(k))}, one per row and 128 columns")
+        raise ValueError(f"scale_a: {tuple(scale_a.shape)}; rule: {(m, num_blocks(k))}; fix: check shapes")
     accumulate = isinstance(out, Tensor)
     target = out if isinstance(out, Tensor) else torch.empty(m, n, dtype=out, device=codes_a.device)
     if accumulate and (target.dtype != torch.float32 or target.shape != (m, n) or not target.is_contiguous()):
-        raise ValueError(f"out: {target.dtype} {tuple(target.shape)}; rule: contiguous fp32 {(m, n)} to accumulate into")
+        raise ValueError(
+            f"out: {target.dtype} {tuple(target.shape)}; rule: contiguous fp32 {(m, n)} to accumulate into"
+        )
     if bias is not None and (target.dtype != torch.bfloat16 or bias.dtype != torch.bfloat16):
         raise ValueError("bias: rule: a bf16 bias is added to a bf16 output; fix: add it outside")
     arguments = {
@@ -143,8 +145,8 @@ def _rows_per_scale(n: int, k: int, scale_b: Tensor) -> int:
         if scale_b.shape == (-(-n // rows), num_blocks(k)):
             return rows
     raise ValueError(
-        f"scale_b: {tuple(scale_b.shape)}; rule: {(n, num_blocks(k))}, one per row, or {(num_blocks(n), num_blocks(k))}, "
-        "one per 128 rows"
+        f"scale_b: {tuple(scale_b.shape)}; rule: {(n, num_blocks(k))}, one per row, or "
+        f"{(num_blocks(n), num_blocks(k))}, one per 128 rows; fix: check shapes"
     )
 
 
@@ -154,8 +156,8 @@ def gemm_nt(
     out: Tensor | torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """A [M, K] times B [N, K] transposed, each as (E4M3 codes, fp32 scales in any layout), scales of A [M, G], of B [N, G]
-    or [ceil(N/128), G].
+    """A [M, K] times B [N, K] transposed, each as (E4M3 codes, fp32 scales in any layout): scales of A [M, G], of B
+    [N, G] or [ceil(N/128), G].
 
     out: bfloat16 or float32, a new [M, N] rounded once; or an fp32 tensor [M, N] to which the product is added (WGrad
     into main_grad). bias [N] bf16: added after the rounding. Raises ValueError for shapes that do not fit."""

@@ -31,7 +31,7 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Plan(Generic[R]):
-    """One launch. arguments: run-time arguments by name; constants: compile-time ones; result: what the kernel fills."""
+    """One launch. arguments: run-time arguments by name; constants: compile-time ones; result: what it fills."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -148,8 +148,8 @@ def plan_weight(weight: Tensor, fmt: Fp8Format) -> Plan[tuple[Tensor, Tensor]]:
 
 
 def quantize_weight(weight: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-    """One whole weight [N, K] on its 128x128 grid: E4M3 codes [N, K] and the grid of scales [ceil(N/128), G], DeepGEMM's
-    form (`fp8.expand_weight_scale` gives that of `Fp8Tensor`)."""
+    """One whole weight [N, K] on its 128x128 grid: E4M3 codes [N, K] and the grid of scales [ceil(N/128), G],
+    DeepGEMM's form (`fp8.expand_weight_scale` gives that of `Fp8Tensor`)."""
     return plan_weight(weight, fmt).run()
 
 
