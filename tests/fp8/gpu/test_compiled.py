@@ -32,8 +32,9 @@ def _fresh_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTATIONS)
 def test_kernels_compile_for_hopper(name: str) -> None:
-    """PTX and a cubin; IEEE division, square root and rounding, hardware E4M3 conversion, 16-byte loads and stores where
-    shapes allow; nothing approximate, flushing or atomic; no fma outside the GEMM, which has wgmma on E4M3 and fma."""
+    """PTX and a cubin; IEEE division, square root and rounding, hardware E4M3 conversion, 16-byte loads and stores
+    where shapes allow; nothing approximate, flushing or atomic;
+    no fma outside the GEMM, which has wgmma on E4M3 and fma."""
     expectation = EXPECTATIONS[name]
     compiled = expectation.plan.compile()
     assert expectation.faults(compiled.asm["ptx"]) == []
@@ -85,8 +86,8 @@ def test_every_kernel_is_in_the_list() -> None:
 
 
 def test_launches_refuse_what_they_cannot_do() -> None:
-    """A CPU tensor without the interpreter, a granularity without kernels, an integer matrix, and 3-D inputs: ValueError in
-    words, before anything is launched."""
+    """A CPU tensor without the interpreter, a granularity without kernels, an integer matrix, 3-D inputs: ValueError
+    in words, before anything is launched."""
     x = torch.ones(2, 128)
     with pytest.raises(ValueError, match="x_ptr: on cpu; rule: Triton kernels run on a CUDA device"):
         plan_rows(x, Fp8Format()).run()

@@ -1,6 +1,6 @@
 """The Triton kernels in Triton's interpreter: the very check that runs on a GPU, in a process of its own.
 
-TRITON_INTERPRET must be set before triton is imported, and other tests import triton without it; so no interpreter here.
+TRITON_INTERPRET must be set before triton is imported, and other tests import triton without it; hence the process.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_every_kernel_is_byte_equal(report: dict[str, Any]) -> None:
-    """Codes, scales and bf16 outputs of every kernel equal the torch reference on the whole fuzz set, both scale formats:
-    each of the seven quantizing kernels on every kind and shape."""
+    """Codes, scales and bf16 outputs of every kernel equal the torch reference on the whole fuzz set, both scale
+    formats: each of the seven quantizing kernels on every kind and shape."""
     assert {row["kernel"] for row in report["kernels"]} == KERNELS
     for row in report["kernels"]:
         assert row["different"] == 0, report["different"][:5]
@@ -105,8 +105,8 @@ def test_the_comparison_can_fail() -> None:
 
 
 def test_a_wrong_kernel_is_caught() -> None:
-    """The fuzz set tells wrong quantizers apart: scale by multiplication with RN(1/448), dividing by the scale, rounding
-    half away, flushing subnormals, dropping NaN each differ from the reference somewhere."""
+    """The fuzz set tells wrong quantizers apart: scale by multiplication with RN(1/448), dividing by the scale,
+    rounding half away, flushing subnormals, dropping NaN each differ from the reference somewhere."""
     from jetrl_megatron.fp8 import Fp8Format, quantize_rows
 
     wrong: dict[str, bool] = {}
@@ -169,7 +169,7 @@ def test_without_a_gpu_nothing_is_checked() -> None:
 
 
 def test_a_bare_machine_can_import_the_check() -> None:
-    """torch and triton are enough: with everything else that a full installation has blocked, the check's modules import."""
+    """torch and triton are enough: with the rest of a full installation blocked, the check's modules import."""
     blocked = ("pydantic", "yaml", "typer", "rich", "safetensors", "sglang", "megatron", "transformers", "matplotlib")
     code = f"""
 import sys
