@@ -65,13 +65,13 @@ def columns_kernel(
 ) -> None:
     """One read of a [128, COLUMNS] tile. FROM_FP8: x is rowwise E4M3 codes with their scales (requantize). WITH_ROWS:
     the tile is quantized along its rows too, into row_code and row_scale."""
-    group_t = tl.program_id(0)
-    tokens = group_t.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    group_t = tl.program_id(0).to(tl.int64)
+    tokens = group_t * TOKENS + tl.arange(0, TOKENS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (tokens < num_tokens)[:, None] & (columns < num_columns)[None, :]
     offsets = tokens[:, None] * x_stride + columns[None, :]
     if FROM_FP8 or WITH_ROWS:
-        row_group = tl.program_id(1) * COLUMNS // 128
+        row_group = (tl.program_id(1) * COLUMNS // 128).to(tl.int64)
         row_scales = row_scale_ptr + tokens * row_scale_stride_row + row_group * row_scale_stride_group
     if FROM_FP8:
         code = tl.load(x_ptr + offsets, mask=inside, other=0)

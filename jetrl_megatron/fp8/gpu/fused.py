@@ -71,7 +71,7 @@ def rmsnorm_kernel(
     scale = scale_of(tl.max(magnitude_bits(y), axis=1), POW2)
     code = tl.reshape(to_e4m3(y, scale[:, None]), (LENGTH,))
     tl.store(code_ptr + offsets, code, mask=inside)
-    groups = tl.arange(0, GROUPS)
+    groups = tl.arange(0, GROUPS).to(tl.int64)
     scales = scale_ptr + row * scale_stride_row + groups * scale_stride_group
     tl.store(scales, scale, mask=groups * 128 < hidden)
 
@@ -93,8 +93,8 @@ def swiglu_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1)
-    columns = group * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     gates = x_ptr + rows[:, None] * x_stride + columns[None, :]
     gate = widen(tl.load(gates, mask=inside, other=0.0))

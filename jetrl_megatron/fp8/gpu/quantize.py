@@ -40,8 +40,8 @@ def rows_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1)
-    columns = group * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     x = widen(tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0))
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
@@ -89,8 +89,8 @@ def dequantize_kernel(
     COLUMNS: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1)
-    columns = group * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     offsets = rows[:, None] * num_columns + columns[None, :]
     code = tl.load(code_ptr + offsets, mask=inside, other=0)

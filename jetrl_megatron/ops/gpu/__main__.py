@@ -64,6 +64,7 @@ def backends() -> tuple[list[str], str]:
 
 def check(device: str, results: dict[str, Any]) -> bool:
     """Kernels byte for byte, GEMMs within their tolerance. Prints tables, fills `results`, says whether all is well."""
+    from jetrl_megatron.ops.gpu import attention
     from jetrl_megatron.ops.gpu.compare import compare_all
     from jetrl_megatron.ops.gpu.linears import SHAPES, SMALL_SHAPES, check_experts, check_linear
 
@@ -83,13 +84,15 @@ def check(device: str, results: dict[str, Any]) -> bool:
     names, note = backends()
     shapes = SHAPES if device == "cuda" else SMALL_SHAPES
     agreements = [a for name in names for shape in shapes for a in check_linear(name, device, shape)]
+    attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES
+    agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
     if "deep_gemm" in names:
         agreements += check_experts(device)
     rows = [
         (a.backend, a.gemm, a.case, f"{a.error:.2e}", f"{a.bound:.1e}", "" if a.passed else "FAILED")
         for a in agreements
     ]
-    table(("backend", "GEMM", "case", "error", "bound", ""), rows)
+    table(("backend", "property", "case", "error", "bound", ""), rows)
     print(note)
     columns = ("kernel", "cases", "values", "different")
     results["kernels"] = [dict(zip(columns, row, strict=True)) for row in summary]

@@ -75,6 +75,21 @@ def test_the_triton_backend_agrees(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_attention_is_the_same_in_prefill_and_decode(report: dict[str, Any]) -> None:
+    """Triton's attention: decode, chunks and other company give prefill's bits (the sums are the kernel's, the products
+    numpy's); within tolerance of the exact reference."""
+    rows = {row["gemm"]: row for row in report["gemms"] if row["gemm"].startswith("attention")}
+    assert set(rows) == {
+        "attention",
+        "attention, decode = prefill",
+        "attention, alone = in a batch",
+        "attention, first chunk = prefill",
+        "attention, second chunk = prefill",
+    }
+    assert all(row["passed"] for row in rows.values())
+
+
+@pytest.mark.slow
 def test_bench_rows(report: dict[str, Any]) -> None:
     """The times have a row per memory-bound kernel and per direction of a linear, all positive."""
     assert {row["kernel"] for row in report["bandwidth"]} == (KERNELS - {"TMA layout"}) | {"copy"}
