@@ -129,7 +129,7 @@ def prepare_gemm(a: Fp8Tensor, codes_NK: Tensor, scale_NG: Tensor, grid: Tensor 
     left = (a.data, tma_scale(a.scale))
     if grid is not None:
         out = torch.empty(m, n, dtype=torch.bfloat16, device=a.data.device)
-        keywords = {"c": None, "recipe": BLOCKWISE, "compiled_dims": "nk"}
+        keywords: dict[str, Any] = {"c": None, "recipe": BLOCKWISE, "compiled_dims": "nk"}
         return Call("fp8_gemm_nt", (left, (codes_NK, grid), out), out, keywords)
     out = torch.zeros(m, n, dtype=torch.float32, device=a.data.device)
     keywords = {"c": out, "recipe": ROWWISE, "compiled_dims": "nk"}

@@ -136,5 +136,5 @@ def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
 ) -> Tensor:
     """As `ops.reference.attention`: q [T, H, D] bf16, pools [P, G, D] bf16, table [B, L]: pool slot of key j of
-    sequence b, cu_queries: B + 1 offsets, kv_len [T]: keys that each query may see -> [T, H, D]; 0 where kv_len is 0."""
+    sequence b, cu_queries: B + 1 offsets, kv_len [T]: keys each query may see -> [T, H, D]; zeros where none."""
     return plan_attention(q, k_pool, v_pool, table, cu_queries, kv_len, scale).run()

@@ -83,6 +83,10 @@ def _type_of(value: Any) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def triton_version() -> str:
+    return str(triton.__version__)
+
+
 def interpreting() -> bool:
     """Whether this process runs kernels in Triton's interpreter (TRITON_INTERPRET=1 before triton was imported)."""
     return bool(triton.knobs.runtime.interpret)

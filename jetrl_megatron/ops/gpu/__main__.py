@@ -19,8 +19,6 @@ import torch
 
 from jetrl_megatron.fp8.backends import unusable
 
-SMALL_MODEL = {"small": (256, ((256, 256),))}
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jetrl_megatron.ops.gpu", description=__doc__)
@@ -47,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def machine(device: str) -> dict[str, Any]:
     """What the results depend on besides the code."""
-    import triton
+    from jetrl_megatron.fp8.gpu.launch import triton_version
 
     interpreter = "CPU, Triton's interpreter: no GPU was involved"
     name = interpreter if device == "cpu" else torch.cuda.get_device_name()
-    return {"device": name, "torch": torch.__version__, "triton": triton.__version__, "cuda": str(torch.version.cuda)}
+    return {"device": name, "torch": torch.__version__, "triton": triton_version(), "cuda": str(torch.version.cuda)}
 
 
 def backends() -> tuple[list[str], str]:
@@ -104,17 +102,17 @@ def check(device: str, results: dict[str, Any]) -> bool:
 
 def bench(device: str, results: dict[str, Any]) -> None:
     """Print and keep the times; small shapes in the interpreter, where they mean nothing."""
-    from jetrl_megatron.ops.gpu.bench import MODELS, TOKENS, bandwidths, speeds
+    from jetrl_megatron.ops.gpu.bench import MODELS, SMALL_MODELS, TOKENS, bandwidths, speeds
 
     small = device == "cpu"
-    moved = list(bandwidths(device, ((130, 256),) if small else None))
+    moved = list(bandwidths(device, ((9, 256),) if small else None))
     rows = [(b.kernel, b.shape, f"{b.ms:.3f}", f"{b.gb_per_s:.0f}", f"{b.percent_of_copy:.0f} %") for b in moved]
     table(("kernel", "shape", "ms", "GB/s", "of a copy"), rows)
     names, note = backends()
-    models = SMALL_MODEL if small else MODELS
+    models = SMALL_MODELS if small else MODELS
     timed = [s for name in names for s in speeds(name, device, models, (130,) if small else TOKENS)]
-    rows = [(s.backend, s.model, s.shape, s.direction, f"{s.ms:.3f}", f"{s.ratio:.2f}x") for s in timed]
-    table(("backend", "model", "linear", "", "ms", "against BF16"), rows)
+    lines = [(s.backend, s.model, s.shape, s.direction, f"{s.ms:.3f}", f"{s.ratio:.2f}x") for s in timed]
+    table(("backend", "model", "linear", "", "ms", "against BF16"), lines)
     print(note)
     results["bandwidth"] = [asdict(b) for b in moved]
     results["linears"] = [{**asdict(s), "ratio": s.ratio} for s in timed]

@@ -16,11 +16,13 @@ from jetrl_megatron.fp8.backends import load
 from jetrl_megatron.fp8.gpu import columns, fused, quantize
 
 # Hidden size, and (N, K) of qkv, o, gate+up, down: Qwen3-8B, -14B, -32B.
-MODELS = {
+Models = dict[str, tuple[int, tuple[tuple[int, int], ...]]]
+MODELS: Models = {
     "8B": (4096, ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))),
     "14B": (5120, ((7168, 5120), (5120, 5120), (34816, 5120), (5120, 17408))),
     "32B": (5120, ((10240, 5120), (5120, 8192), (51200, 5120), (5120, 25600))),
 }
+SMALL_MODELS: Models = {"small": (256, ((256, 256),))}  # for the interpreter
 TOKENS = (64, 8192)  # a decode batch, a training micro-batch
 _ROUNDS = 20
 _FLUSH_BYTES = 256 << 20  # more than the L2 cache
@@ -120,7 +122,7 @@ def _memory_bound(x: Tensor) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
 def speeds(
     backend: str,
     device: str,
-    models: dict[str, tuple[int, tuple[tuple[int, int], ...]]] | None = None,
+    models: Models | None = None,
     tokens: tuple[int, ...] = TOKENS,
 ) -> Iterator[Speed]:
     """Every linear of the models, forward (quantizer and GEMM) and backward (both quantizers, DGrad, WGrad)."""
