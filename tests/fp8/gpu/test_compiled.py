@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 
 from jetrl_megatron.fp8 import Fp8Format
 from jetrl_megatron.fp8.gpu import launch
@@ -42,10 +45,64 @@ def test_kernels_compile_for_hopper(name: str) -> None:
     assert ".target sm_90" in compiled.asm["ptx"]
 
 
-def test_no_spills() -> None:
-    """Compiled code of the aligned launches has no stack: registers suffice."""
-    for name in ("quantize both ways fp32 8192x4096", "GEMM FProp"):
-        assert ".local" not in EXPECTATIONS[name].plan.compile().asm["ptx"]
+REPRESENTATIVE = (
+    "quantize 1x128 fp32 8192x4096",
+    "quantize both ways pow2 257x1411",
+    "requantize along tokens fp32 8192x4096",
+    "RMSNorm + quantize fp32 1x1",
+    "residual + RMSNorm + quantize fp32 8192x4096",
+    "GEMM of one row",
+    "GEMM WGrad",
+    "attention",
+)
+
+
+class HopperDriver:
+    """What Triton's launcher asks of a driver before it launches, answered as on a Hopper GPU."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the driver")
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_what_is_checked_is_what_is_launched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own launcher, given the launch's arguments up to the point where a GPU is needed, compiles the PTX that
+    the tests above read: same specialisation, same options, no fp fusion."""
+    plan = EXPECTATIONS[name].plan
+    monkeypatch.setattr(triton.runtime.driver, "_active", HopperDriver())
+    plan.kernel.device_caches.clear()
+    try:
+        launched = plan.kernel.run(grid=plan.grid, warmup=True, **plan.arguments, **plan.constants, **plan.options)
+    finally:
+        plan.kernel.device_caches.clear()
+    assert launched.metadata.enable_fp_fusion is False
+    assert launched.asm["ptx"] == plan.compile().asm["ptx"]
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_no_spills(name: str, tmp_path: Path) -> None:
+    """Registers suffice: the assembler reports no spills and no stack."""
+    source = tmp_path / "kernel.ptx"
+    source.write_text(EXPECTATIONS[name].plan.compile().asm["ptx"])
+    command = [
+        get_ptxas(90).path,
+        "-v",
+        "--fmad=false",
+        "--gpu-name=sm_90a",
+        str(source),
+        "-o",
+        str(tmp_path / "cubin"),
+    ]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
 
 
 def test_fusion_is_caught() -> None:
