@@ -16,6 +16,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8.format import E4M3, Fp8Format, Fp8Tensor, num_blocks
 from jetrl_megatron.fp8.gpu.attention import plan_attention
+from jetrl_megatron.fp8.gpu.blocks import plan_exp32, plan_tree_sum
 from jetrl_megatron.fp8.gpu.columns import plan_both, plan_columns, plan_requantize
 from jetrl_megatron.fp8.gpu.fused import plan_rmsnorm, plan_swiglu
 from jetrl_megatron.fp8.gpu.gemm import plan_gemm_nt
@@ -74,6 +75,8 @@ def expectations() -> Iterator[Expectation]:
     rows = Fp8Tensor(*_operand(8192, 4096, 8192), fmt)
     yield Expectation("dequantize", plan_dequantize(rows, torch.bfloat16), ("mul.rn.f32", *_VECTORS))
     yield Expectation("dequantize fp32", plan_dequantize(rows), ("mul.rn.f32", *_VECTORS))
+    yield Expectation("exp32", plan_exp32(_meta(4096, dtype=torch.float32)), ("mul.rn.f32", "add.rn.f32"))
+    yield Expectation("tree_sum", plan_tree_sum(_meta(8, 4096, dtype=torch.float32)), ("add.rn.f32",))
     yield from _gemms()
     q, pool = _meta(512, 32, 128), _meta(4096, 8, 128)
     counts = _meta(512, dtype=torch.int32)

@@ -63,10 +63,11 @@ def backends() -> tuple[list[str], str]:
 def check(device: str, results: dict[str, Any]) -> bool:
     """Kernels byte for byte, GEMMs within their tolerance. Prints tables, fills `results`, says whether all is well."""
     from jetrl_megatron.ops.gpu import attention
-    from jetrl_megatron.ops.gpu.compare import compare_all
+    from jetrl_megatron.ops.gpu.compare import compare_all, compare_gemms
     from jetrl_megatron.ops.gpu.linears import SHAPES, SMALL_SHAPES, check_experts, check_linear
 
-    comparisons = list(compare_all(device))
+    names, note = backends()
+    comparisons = [*compare_all(device), *(c for name in names for c in compare_gemms(name, device))]
     by_kernel = defaultdict(list)
     for comparison in comparisons:
         by_kernel[comparison.kernel].append(comparison)
@@ -79,7 +80,6 @@ def check(device: str, results: dict[str, Any]) -> bool:
     bad = [c for c in comparisons if not c.equal]
     for comparison in bad[:20]:
         print(f"  {comparison.kernel}: {comparison.case}: {comparison.num_different} differ, first {comparison.first}")
-    names, note = backends()
     shapes = SHAPES if device == "cuda" else SMALL_SHAPES
     agreements = [a for name in names for shape in shapes for a in check_linear(name, device, shape)]
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES

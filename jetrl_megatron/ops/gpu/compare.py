@@ -18,7 +18,10 @@ from jetrl_megatron.fp8 import (
     quantize_rows,
     quantize_weight,
 )
-from jetrl_megatron.fp8.gpu import columns, fused, quantize
+from jetrl_megatron.fp8.backends import load
+from jetrl_megatron.fp8.format import E4M3, num_blocks
+from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.fp8.gpu import blocks, columns, fused, quantize
 from jetrl_megatron.fp8.gpu.launch import ScaleLayout, padded
 from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.gpu.inputs import fuzz_set
@@ -136,8 +139,60 @@ def compare_all(device: str) -> Iterator[Comparison]:
             for family in FAMILIES:
                 for kernel, actual, expected in family(x, fmt, layout, device):
                     yield compare(kernel, f"{name} {fmt.scale_format} {layout}", actual, expected)
+    yield from compare_blocks(device)
+    yield compare_wide_rmsnorm(device)
     yield from compare_layouts(device)
     yield compare_far_rows(device)
+
+
+def compare_blocks(device: str) -> Iterator[Comparison]:
+    """exp32 and tree_sum before any rounding to bf16: normal and extreme arguments, every length of tree."""
+    generator = torch.Generator().manual_seed(0)
+    special = torch.tensor([0.0, -0.0, 87.0, -87.0, 88.0, -1e30, torch.inf, -torch.inf, torch.nan, 1e-40])
+    x = torch.cat([special, torch.randn(40_000, generator=generator) * 20, torch.randn(10_000, generator=generator)])
+    yield compare("exp32", "50,010 values", {"out": blocks.plan_exp32(x.to(device)).run()}, {"out": reference.exp32(x)})
+    for length in (2, 3, 128, 300, 2048, 8192):
+        rows = torch.randn(4, length, generator=generator) * torch.randn(4, 1, generator=generator).exp()
+        got = blocks.plan_tree_sum(rows.to(device)).run()
+        yield compare("tree_sum", f"{length} values", {"out": got}, {"out": reference.tree_sum(rows)})
+
+
+def compare_wide_rmsnorm(device: str) -> Comparison:
+    """RMSNorm of 96 x 7168 gaussian values: so many that a difference of one fp32 ulp in the root shows in bf16."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, 7168, generator=generator).bfloat16()
+    weight = torch.randn(7168, generator=generator).bfloat16()
+    got = fused.rmsnorm_quantize(x.to(device), weight.to(device), 1e-5, FORMATS[0], keep_bf16=True)
+    normed = reference.rmsnorm(x, weight, 1e-5)
+    expected = {**_parts(quantize_rows(normed, FORMATS[0])), "out": normed}
+    return compare("RMSNorm + quantize", "96x7168", _fused_parts(got), expected)
+
+
+def compare_gemms(backend: str, device: str) -> Iterator[Comparison]:
+    """A GEMM whose codes are integers up to 4: every partial sum of 128 products is below 2^11, which tensor cores hold
+    exactly. So scales, order, fma and rounding must agree with the exact GEMM bit for bit, on a GPU too."""
+    generator = torch.Generator().manual_seed(2)
+    fmt, gpu, exact = FORMATS[0], load(backend), load("emulated")
+    for m, n, k in ((70, 264, 1296), (1, 128, 512), (130, 40, 128)):
+        a, b = (
+            Fp8Tensor(
+                torch.randint(-4, 5, (rows, k), generator=generator).float().to(E4M3),
+                torch.rand(rows, num_blocks(k), generator=generator) * 2.0**-7,
+                fmt,
+            )
+            for rows in (m, n)
+        )
+        there = Fp8Tensor(a.data.to(device), a.scale.to(device), fmt)
+        weight = PreparedWeight(b.data, b.scale.t().contiguous(), fmt, k)
+        moved = PreparedWeight(b.data.to(device), weight.scale.to(device), fmt, k)
+        case = f"M={m} N={n} K={k}"
+        for dtype in (torch.float32, torch.bfloat16):
+            got, wanted = gpu.dgrad(there, moved, dtype), exact.dgrad(a, weight, dtype)
+            yield compare(f"GEMM of integers, {backend}", f"{case} {dtype}", {"out": got}, {"out": wanted})
+        start = torch.randn(m, n, generator=generator)
+        right = Fp8Tensor(moved.codes, b.scale.to(device), fmt)
+        got, wanted = gpu.wgrad(there, right, start.clone().to(device)), exact.wgrad(a, b, start.clone())
+        yield compare(f"GEMM of integers, {backend}", f"{case} added", {"out": got}, {"out": wanted})
 
 
 def compare_layouts(device: str) -> Iterator[Comparison]:
