@@ -47,8 +47,7 @@ def gemm_nt_kernel(
     TOGETHER: tl.constexpr,
 ) -> None:
     """B_ROWS: rows of B that share a scale, 1 or 128. OUT: 0 fp32, 1 bf16, 2 added to the fp32 that is there."""
-    tiles_m = tl.cdiv(m, TILE_M)
-    tiles_n = tl.cdiv(n, TILE_N)
+    tiles_m, tiles_n = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N)
     wave = tl.program_id(0) // (TOGETHER * tiles_n)
     height = tl.minimum(tiles_m - wave * TOGETHER, TOGETHER)
     inside_wave = tl.program_id(0) % (TOGETHER * tiles_n)
@@ -69,8 +68,7 @@ def gemm_nt_kernel(
         scale_b = tl.load(scale_b_tile, mask=has_column, other=0.0)
         partial = tl.dot(a, b)
         acc = tl.fma(scale_a[:, None] * scale_b[None, :], partial, acc)
-        a_tile += TILE_K
-        b_tile += TILE_K
+        a_tile, b_tile = a_tile + TILE_K, b_tile + TILE_K
         scale_a_tile += scale_a_group
         scale_b_tile += scale_b_group
     inside = has_row[:, None] & has_column[None, :]
