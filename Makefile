@@ -5,7 +5,7 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: help setup quickstart test test-fast fuzz lint format bench gpu-check clean
+.PHONY: help setup quickstart test test-fast fuzz lint format bench gpu-check gpu-check-kernels bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -39,10 +39,19 @@ format: setup  ## reformat the sources
 bench: setup  ## run benchmarks/cpu_kernels.py and every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/cpu_kernels.py benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
 
-gpu-check: setup  ## fails without a GPU with FP8 tensor cores
+gpu-check: setup  ## everything that can be checked on a GPU; fails without one that has FP8 tensor cores
 	@$(VENV)/bin/jetrl doctor --require-gpu || { \
-	  echo "gpu-check: needs an NVIDIA GPU with FP8 tensor cores (Hopper) and DeepGEMM; nothing was checked" >&2; exit 1; }
-	@echo "gpu-check: the GPU is usable, but the checks on it arrive with a later issue; nothing was checked" >&2; exit 1
+	  echo "gpu-check: needs an NVIDIA GPU with FP8 tensor cores; nothing was checked" >&2; exit 1; }
+	$(PY) -m jetrl_megatron.ops.gpu check --out build/gpu_check.json
+
+# No `setup`: a bare machine with a GPU needs only a Python that has torch and triton (PY=python3), and no network.
+GPU_PY = $(if $(wildcard $(PY)),$(PY),python3)
+
+gpu-check-kernels:  ## GPU kernels against their references, linears, times; results in build/gpu_check.json
+	$(GPU_PY) -m jetrl_megatron.ops.gpu check --out build/gpu_check.json
+
+bench-gpu:  ## times of GPU kernels and linears only; results in build/gpu_bench.json
+	$(GPU_PY) -m jetrl_megatron.ops.gpu bench --out build/gpu_bench.json
 
 clean:  ## remove caches and build outputs (keeps $(VENV) and runs/)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache ./*.egg-info

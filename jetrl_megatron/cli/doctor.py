@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from jetrl_megatron.cli.hardware import FP8_CAPABILITY, find_gpus, fp8_backend
+from jetrl_megatron.cli.hardware import FP8_CAPABILITY, find_gpus, fp8_backend, has_nvcc
 
 # what we call it -> distributions that provide it, the first one installed counts
 DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
@@ -43,14 +43,15 @@ def installed(name: str) -> str | None:
 
 
 def has_deep_gemm() -> bool:
-    return installed("deep_gemm") is not None
+    """Whether DeepGEMM can be used: the package, and nvcc for its kernels."""
+    return installed("deep_gemm") is not None and has_nvcc()
 
 
 def collect() -> dict[str, Any]:
     """The whole report as JSON-able data. Imports torch (for gloo and the CUDA build) where it is installed."""
     gpus = find_gpus()
     versions = {name: installed(name) for name in DISTRIBUTIONS}
-    backend, reason = fp8_backend(gpus, versions["deep_gemm"] is not None)
+    backend, reason = fp8_backend(gpus, has_deep_gemm())
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "versions": versions,

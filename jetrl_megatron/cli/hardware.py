@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
-FP8_CAPABILITY = (8, 9)  # Ada; Hopper is (9, 0), which the DeepGEMM kernels need
-DEEPGEMM_CAPABILITY = (9, 0)
+FP8_CAPABILITY = (8, 9)  # Ada: the first with FP8 tensor cores
+DEEPGEMM_CAPABILITY, ABOVE_DEEPGEMM = (9, 0), (10, 0)  # Hopper
 QUERY_TIMEOUT_S = 20.0
 
 
@@ -44,15 +46,31 @@ def parse_gpus(csv_text: str) -> list[Gpu]:
     return gpus
 
 
-def fp8_backend(gpus: list[Gpu], has_deep_gemm: bool) -> tuple[str, str]:
-    """(backend, reason): `emulated` unless every GPU has Hopper's FP8 tensor cores and DeepGEMM is installed."""
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is here, with which DeepGEMM makes its kernels at run time."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return shutil.which("nvcc") is not None or any(home and Path(home, "bin", "nvcc").is_file() for home in homes)
+
+
+def backend_obstacle(name: str, gpus: list[Gpu], has_deep_gemm: bool) -> str | None:
+    """Why the FP8 backend `triton` or `deep_gemm` cannot run on these GPUs; None if it can. The weakest GPU decides."""
     if not gpus:
-        return "emulated", "no NVIDIA GPU"
-    lowest = min(g.capability for g in gpus)
+        return "no NVIDIA GPU"
+    lowest, highest = min(g.capability for g in gpus), max(g.capability for g in gpus)
     if lowest < FP8_CAPABILITY:
-        return "emulated", f"compute capability {lowest[0]}.{lowest[1]} has no FP8 tensor cores"
-    if lowest < DEEPGEMM_CAPABILITY:
-        return "emulated", f"DeepGEMM needs compute capability 9.0, found {lowest[0]}.{lowest[1]}"
-    if not has_deep_gemm:
-        return "emulated", "deep_gemm is not installed (pip install 'jetrl-megatron[gpu]')"
-    return "deepgemm", "FP8 tensor cores and DeepGEMM are present"
+        return f"compute capability {lowest[0]}.{lowest[1]} has no FP8 tensor cores"
+    if name == "deep_gemm" and (lowest < DEEPGEMM_CAPABILITY or highest >= ABOVE_DEEPGEMM):
+        return f"the DeepGEMM kernels need compute capability 9.x (Hopper), found {lowest[0]}.{lowest[1]}"
+    if name == "deep_gemm" and not has_deep_gemm:
+        return "deep_gemm or nvcc is not installed (pip install 'jetrl-megatron[gpu]', and the CUDA toolkit)"
+    return None
+
+
+def fp8_backend(gpus: list[Gpu], has_deep_gemm: bool) -> tuple[str, str]:
+    """What `precision.backend: auto` is here, and why. has_deep_gemm: the package and nvcc."""
+    obstacles = {name: backend_obstacle(name, gpus, has_deep_gemm) for name in ("deep_gemm", "triton")}
+    if obstacles["deep_gemm"] is None:
+        return "deep_gemm", "Hopper GPUs, DeepGEMM and nvcc are present"
+    if obstacles["triton"] is None:
+        return "triton", obstacles["deep_gemm"]
+    return "emulated", obstacles["triton"]

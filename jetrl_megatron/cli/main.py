@@ -15,7 +15,7 @@ from jetrl_megatron.cli import convert
 from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
-from jetrl_megatron.cli.hardware import find_gpus, fp8_backend
+from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
@@ -39,8 +39,17 @@ OverridesArgument = Annotated[
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder; default runs/<name>")]
 
 
-def _emulated() -> bool:
-    return fp8_backend(find_gpus(), has_deep_gemm())[0] == "emulated"
+def _backend(cfg: RunConfig) -> str:
+    """`precision.backend`, with `auto` resolved for this machine. Raises ConfigError if it cannot run here."""
+    gpus, wanted = find_gpus(), cfg.precision.backend
+    if wanted == "auto":
+        return fp8_backend(gpus, has_deep_gemm())[0]
+    obstacle = None if wanted == "emulated" else backend_obstacle(wanted, gpus, has_deep_gemm())
+    if obstacle is not None:
+        _refuse(
+            [Violation("precision.backend", wanted, f"it can run on this machine: {obstacle}", "auto, or emulated")]
+        )
+    return wanted
 
 
 def _prepare(config: Path, overrides: list[str] | None, run_dir: Path | None) -> tuple[RunConfig, Path]:
@@ -50,8 +59,8 @@ def _prepare(config: Path, overrides: list[str] | None, run_dir: Path | None) ->
     return cfg, folder
 
 
-def _require_plan(cfg: RunConfig, dims: ModelDims, emulated: bool) -> None:
-    _refuse([*check_flow_precision(cfg), *check_model(cfg, dims, emulated=emulated)])
+def _require_plan(cfg: RunConfig, dims: ModelDims, backend: str) -> None:
+    _refuse([*check_flow_precision(cfg), *check_model(cfg, dims, emulated=backend == "emulated")])
 
 
 def _refuse(violations: Sequence[Violation]) -> None:
@@ -79,7 +88,7 @@ def train(
     """Train. Starts the training ranks and the rollout engines on this machine."""
     with user_errors():
         cfg, folder = _prepare(config, overrides, run_dir)
-        _require_plan(cfg, read_dims(cfg), _emulated())
+        _require_plan(cfg, read_dims(cfg), _backend(cfg))
         if not resume:
             _refuse_used_run(folder)
         from jetrl_megatron.trainer.launch import launch  # imports torch: only once the configuration is good
@@ -92,9 +101,9 @@ def check(config: ConfigArgument, overrides: OverridesArgument = None, run_dir: 
     """Check a configuration, its files and its block layout, and print the resolved plan. Starts nothing."""
     with user_errors():
         cfg, _ = _prepare(config, overrides, run_dir)
-        dims, emulated = read_dims(cfg), _emulated()
-        _require_plan(cfg, dims, emulated)
-        print_plan(cfg, dims, emulated)
+        dims, backend = read_dims(cfg), _backend(cfg)
+        _require_plan(cfg, dims, backend)
+        print_plan(cfg, dims, backend)
 
 
 @app.command("precision-flow")
@@ -106,7 +115,7 @@ def precision_flow(
     """Record the precision flow of training and of rollout: exit 0 if rollout's is part of training's, else 1."""
     with user_errors():
         cfg, folder = _prepare(config, overrides, out / "run")
-        _refuse(check_model(cfg, read_dims(cfg), emulated=_emulated()))
+        _refuse(check_model(cfg, read_dims(cfg), emulated=_backend(cfg) == "emulated"))
         from jetrl_megatron.trainer.launch import launch
 
         raise typer.Exit(launch(_flow_only(cfg), folder, "precision-flow"))

@@ -24,12 +24,12 @@ def alignment(layout: ShardLayout, fp8_block: bool) -> str:
     return "aligned"
 
 
-def print_plan(cfg: RunConfig, dims: ModelDims, emulated: bool) -> None:
+def print_plan(cfg: RunConfig, dims: ModelDims, backend: str) -> None:
     """Model, layout and precision in a few lines, then every linear with its block grid and shards."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=FILE_WIDTH)
-    invariant = resolve_tp_invariant(cfg, emulated)
+    invariant = resolve_tp_invariant(cfg, backend == "emulated")
     p, par, roll = cfg.precision, cfg.parallel, cfg.rollout
     console.print(
         f"model: {dims.model_type}, {dims.num_layers} layers, hidden {dims.hidden_size}, heads {dims.num_heads}/"
@@ -43,7 +43,8 @@ def print_plan(cfg: RunConfig, dims: ModelDims, emulated: bool) -> None:
         )
     console.print(
         f"precision: train {p.train}, rollout {p.rollout}, {p.granularity}, scales {p.scale_format}, "
-        f"dgrad {p.dgrad}, wgrad {p.wgrad}; exact: {'required' if cfg.require_exact else 'not required'}"
+        f"dgrad {p.dgrad}, wgrad {p.wgrad}; FP8 backend {backend}; "
+        f"exact: {'required' if cfg.require_exact else 'not required'}"
     )
     console.print(
         f"training: tensor {par.tensor}, pipeline {par.pipeline}, data {par.data or 'from the world size'}; engines: "

@@ -132,7 +132,7 @@ def check_model(cfg: RunConfig, dims: ModelDims, *, emulated: bool = True) -> li
     emulated: FP8 runs without FP8 tensor cores, which decides what `parallel.tp_invariant: null` means.
     """
     invariant = resolve_tp_invariant(cfg, emulated)
-    found = [*_model_rules(cfg, dims), *_length_rules(cfg, dims)]
+    found = [*_model_rules(cfg, dims), *_length_rules(cfg, dims), *_backend_rules(cfg, emulated)]
     sides: tuple[Side, ...] = ("train", "engine")
     for side in sides:
         tp = _tp(cfg, side)
@@ -165,6 +165,19 @@ def _block_fp8(cfg: RunConfig, side: Side) -> bool:
 
 def _sizes(values: list[int]) -> str:
     return ", ".join(str(v) for v in values) if values else "none of 1, 2, 4, 8, 16"
+
+
+def _backend_rules(cfg: RunConfig, emulated: bool) -> Iterator[Violation]:
+    """What the GPU backends of FP8 linears do not have."""
+    if emulated or "fp8" not in (cfg.precision.train, cfg.precision.rollout):
+        return
+    granularity = cfg.precision.granularity
+    if granularity != "block":
+        rule = "the GPU backends of FP8 quantize blocks"
+        yield Violation("precision.granularity", granularity, rule, "block, or precision.backend=emulated")
+    if cfg.parallel.tp_invariant:
+        rule = "the GPU backends of FP8 add K in one chain"
+        yield Violation("parallel.tp_invariant", "true", rule, "false, or precision.backend=emulated")
 
 
 def _model_rules(cfg: RunConfig, dims: ModelDims) -> Iterator[Violation]:

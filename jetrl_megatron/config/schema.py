@@ -74,6 +74,9 @@ class PrecisionConfig(Section):
     saved_activation: Literal["rowwise", "columnwise", "bf16"] = _f(
         "rowwise", "form in which FProp's input is kept for WGrad"
     )
+    backend: Literal["auto", "emulated", "triton", "deep_gemm"] = _f(
+        "auto", "who computes FP8 linears, in training and engines alike; auto: the fastest that this machine can run"
+    )
     misaligned: Literal["error", "shard_local"] = _f(
         "error", "tensor-parallel shards that cut a 1x128 activation block: refuse, or quantize per shard"
     )

@@ -48,6 +48,15 @@ class PreparedWeight:
         return self.scale.shape[1]
 
     @functools.cached_property
+    def grid(self) -> Tensor | None:
+        """Scales on a grid of 128 rows of B [ceil(N/128), G], DeepGEMM's form; None if rows of one block differ (a
+        fused weight whose parts do not end at multiples of 128)."""
+        grid = self.scale.t()[::BLOCK].contiguous()
+        expanded = grid.repeat_interleave(BLOCK, dim=0)[: self.num_rows].t()
+        same = (expanded == self.scale) | (expanded.isnan() & self.scale.isnan())
+        return grid if bool(same.all()) else None
+
+    @functools.cached_property
     def wide(self) -> Tensor:
         """fp64 [G, 128, N] of the torch form, 8 bytes per weight."""
         return _wide_blocks(self.codes).permute(1, 2, 0).contiguous()
@@ -91,7 +100,10 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     """
     if weight.format.granularity != "block":
         return prepare_weight(quantize_rows(weight.dequantize().t().contiguous(), weight.format))
-    order = _contraction_order(slices)
+    order = _contraction_order(slices).to(weight.data.device)
+    if torch.equal(order, torch.arange(len(weight.data), device=order.device)):
+        row_scale = weight.scale[::BLOCK].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
+        return PreparedWeight(weight.data.t().contiguous(), row_scale.contiguous(), weight.format, len(order))
     picked = order.clamp_min(0)
     codes = weight.data.view(torch.uint8)[picked]
     codes[order < 0] = 0

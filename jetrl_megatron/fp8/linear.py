@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl_megatron.fp8.backends import active
 from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_transposed, prepare_weight, quantized_matmul
-from jetrl_megatron.fp8.quantize import GridSlice, quantize_columns, quantize_rows
+from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed, prepare_weight
+from jetrl_megatron.fp8.quantize import GridSlice
 from jetrl_megatron.fp8.recorder import differentiated, note
 
 
@@ -51,7 +52,7 @@ def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1, dtype: torch
 
 
 def _fprop(x: Tensor, weight: Fp8Weight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
-    y, quantized = quantized_matmul(x, weight.fprop, num_segments, dtype)
+    y, quantized = active().fprop(x, weight.fprop, num_segments, dtype)
     note("internal", "x", quantized)
     note("internal", "accumulator", torch.float32)
     return y, quantized
@@ -95,7 +96,7 @@ class _Fp8Linear(torch.autograd.Function):
             note("saved", "x", x)
         else:
             columnwise = recipe.saved_activation == "columnwise"
-            saved = quantize_columns(x, recipe.format) if columnwise else quantized
+            saved = active().quantize_columns(x, recipe.format) if columnwise else quantized
             ctx.save_for_backward(saved.data, saved.scale)
             note("saved", "x along tokens" if columnwise else "x", saved)
         return y
@@ -103,51 +104,66 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].to(ctx.dtype)
-        recipe, weight = ctx.recipe, ctx.weight
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = _dgrad(dy, ctx.master.detach(), weight, recipe)
-        if ctx.needs_input_grad[1]:
-            dw = accumulate_main_grad(ctx.master, _wgrad(dy, ctx.saved_tensors, recipe))
+        recipe, weight, master = ctx.recipe, ctx.weight, ctx.master
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        dy_rows = dy_t = dx = dw = None
+        if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weight.dgrad.order is None:
+            dy_rows, dy_t = active().quantize_both(dy, recipe.format)
+        if need_dx:
+            dx = _dgrad(dy, dy_rows, master.detach(), weight, recipe)
+        if need_dw and recipe.wgrad == "fp8":
+            dw = _wgrad(dy, dy_t, ctx.saved_tensors, master, recipe)
+        elif need_dw:
+            dw = _wgrad_bf16(dy, ctx.saved_tensors, master, recipe)
         return dx, dw, None, None, None, None
 
 
-def _dgrad(dy: Tensor, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
-    """dY [T, N] -> dX [T, K] in dY's dtype."""
+def _dgrad(dy: Tensor, dy_rows: Fp8Tensor | None, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
+    """dY [T, N], and it quantized if that is done already -> dX [T, K] in dY's dtype."""
     if recipe.dgrad == "bf16":
         note("internal", "dy of DGrad", dy)
         note("internal", "weight of DGrad", master.to(dy.dtype))
         return dy @ master.to(dy.dtype)
     prepared = weight.dgrad
-    if prepared.order is not None:
-        order = prepared.order
-        dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], torch.zeros((), dtype=dy.dtype))
-    quantized = quantize_rows(dy, recipe.format)
-    note("internal", "dy of DGrad", quantized)
+    if dy_rows is None:
+        if prepared.order is not None:
+            order = prepared.order
+            zero = torch.zeros((), dtype=dy.dtype, device=dy.device)
+            dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], zero)
+        dy_rows = active().quantize_rows(dy, recipe.format)
+    note("internal", "dy of DGrad", dy_rows)
     note("internal", "weight of DGrad", weight)
-    return gemm_nt(quantized, prepared).to(dy.dtype)
+    return active().dgrad(dy_rows, prepared, dy.dtype)
 
 
-def _wgrad(dy: Tensor, saved: Sequence[Tensor], recipe: Fp8Recipe) -> Tensor:
-    """dY [T, N] and the saved activation -> dW [N, K] fp32."""
+def _wgrad(dy: Tensor, dy_t: Fp8Tensor | None, saved: Sequence[Tensor], master: Tensor, recipe: Fp8Recipe) -> Tensor:
+    """dY [T, N], it quantized along tokens if that is done, and the saved activation -> the weight's gradient."""
+    if dy_t is None:
+        dy_t = active().quantize_columns(dy, recipe.format)
+    if recipe.saved_activation == "bf16":
+        x_t = active().quantize_columns(saved[0], recipe.format)
+    else:
+        x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
+        if recipe.saved_activation == "rowwise":
+            x_t = active().requantize_columns(x_t, dy.dtype)
+    note("internal", "dy of WGrad", dy_t)
+    note("internal", "x of WGrad", x_t)
+    main_grad = getattr(master, "main_grad", None)
+    dw = active().wgrad(dy_t, x_t, main_grad)
+    return dw.to(master.dtype) if main_grad is None else _main_grad_added(master)
+
+
+def _wgrad_bf16(dy: Tensor, saved: Sequence[Tensor], master: Tensor, recipe: Fp8Recipe) -> Tensor:
+    """The same with bf16 operands."""
     if recipe.saved_activation == "bf16":
         x = saved[0]
     else:
         x = Fp8Tensor(saved[0], saved[1], recipe.format).dequantize(dy.dtype)
         if recipe.saved_activation == "columnwise":
-            x = x.t()
-    if recipe.wgrad == "bf16":
-        note("internal", "dy of WGrad", dy)
-        note("internal", "x of WGrad", x)
-        return dy.float().t() @ x.float()
-    dy_t = quantize_columns(dy, recipe.format)
-    if recipe.saved_activation == "columnwise":
-        x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
-    else:
-        x_t = quantize_columns(x, recipe.format)
-    note("internal", "dy of WGrad", dy_t)
-    note("internal", "x of WGrad", x_t)
-    return gemm_nt(dy_t, prepare_weight(x_t))
+            x = x.t()[: len(dy)]
+    note("internal", "dy of WGrad", dy)
+    note("internal", "x of WGrad", x)
+    return accumulate_main_grad(master, dy.float().t() @ x.float())
 
 
 def accumulate_main_grad(master: Tensor, dw: Tensor) -> Tensor:
@@ -157,6 +173,11 @@ def accumulate_main_grad(master: Tensor, dw: Tensor) -> Tensor:
     if main_grad is None:
         return dw.to(master.dtype)
     main_grad.add_(dw)
-    note("output", "dweight", main_grad)
+    return _main_grad_added(master)
+
+
+def _main_grad_added(master: Tensor) -> Tensor:
+    """What autograd gets for a weight whose gradient is in `main_grad` already: zeros that take no memory."""
+    note("output", "dweight", master.main_grad)  # type: ignore[attr-defined]
     master.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros((), dtype=master.dtype).expand_as(master)
+    return torch.zeros((), dtype=master.dtype, device=master.device).expand_as(master)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from jetrl_megatron.fp8.backends import active_name
 from jetrl_megatron.fp8.recorder import Edge, Node, Recording, modules, node, note, num_recorded, record, recording
 from jetrl_megatron.ops.timing import timed
 
@@ -39,11 +40,9 @@ def operator(name: str, **names: str) -> Callable[[F], F]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not recording():
                 return function(*args, **kwargs)
-            from jetrl_megatron.ops.kernels import kernels
-
             given = {**dict(zip(parameters, args, strict=False)), **kwargs}
             quantized = any(_is_fp8_weight(value) for value in given.values())
-            with node(name, kernels().__name__.rsplit(".", 1)[-1]):
+            with node(name, _kernels_behind(quantized)):
                 for parameter, value in given.items():
                     if parameter not in _MASTERS:
                         note("input", names.get(parameter, parameter), value)
@@ -56,6 +55,16 @@ def operator(name: str, **names: str) -> Callable[[F], F]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def _kernels_behind(quantized: bool) -> str:
+    """What a node's `kernels` says: the kernel set; at an FP8 weight the FP8 backend, unless that is the emulated one,
+    which uses the kernel set itself."""
+    from jetrl_megatron.ops.kernels import kernels
+
+    if quantized and active_name() != "emulated":
+        return active_name()
+    return kernels().__name__.rsplit(".", 1)[-1]
 
 
 def _is_fp8_weight(value: Any) -> bool:

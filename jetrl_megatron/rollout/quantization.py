@@ -32,6 +32,7 @@ from jetrl_megatron.fp8 import (
     quantize_weight,
     whole,
 )
+from jetrl_megatron.fp8.backends import use_backend
 from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
 from jetrl_megatron.rollout.experts import Bf16ExpertsMethod, ExpertsMethod, Fp8ExpertsMethod, RouterMethod
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, weight_generation
@@ -68,6 +69,8 @@ class JetrlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> JetrlConfig:
+        """Also selects the FP8 backend of this engine process: the one that training resolved."""
+        use_backend(config.get("backend", "emulated"))
         fmt = Fp8Format(config["granularity"], config["scale_format"])
         return cls(fmt, bool(config["tp_invariant"]), bool(config.get("shard_local", False)))
 

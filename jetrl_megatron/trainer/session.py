@@ -20,6 +20,7 @@ from jetrl_megatron.config import ModelDims, RunConfig
 from jetrl_megatron.config.checkpoint_files import is_torch_dist, model_folder
 from jetrl_megatron.config.plan import resolve_tp_invariant
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8.backends import active_name, use_backend
 from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
 from jetrl_megatron.megatron.gather import load_hf, load_megatron
 from jetrl_megatron.megatron.groups import Ranks, initialize
@@ -74,6 +75,9 @@ def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     torch.set_num_threads(cfg.trainer.num_threads)
     use_threads(cfg.trainer.num_threads)
     ranks = initialize(cfg.parallel, cfg.trainer.seed)
+    backend = use_backend(cfg.precision.backend)
+    if ranks.is_main:
+        log.info("FP8 backend: %s", backend)
     first = FirstWeights(_model_dir(cfg, run_dir, ranks))
     tokenizer = AutoTokenizer.from_pretrained(str(first.model_dir))
     prompts = PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if ranks.is_main else None
@@ -175,7 +179,7 @@ def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> P
         wgrad=precision.wgrad,
         saved_activation=precision.saved_activation,
     )
-    invariant = resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available())
+    invariant = resolve_tp_invariant(cfg, emulated=active_name() == "emulated")
     linear = LinearPrecision(
         fp8=precision.train == "fp8",
         recipe=recipe,
@@ -195,7 +199,8 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
         "quant_method": method,
         "granularity": cfg.precision.granularity,
         "scale_format": cfg.precision.scale_format,
-        "tp_invariant": resolve_tp_invariant(cfg, emulated=not torch.cuda.is_available()),
+        "backend": active_name(),
+        "tp_invariant": resolve_tp_invariant(cfg, emulated=active_name() == "emulated"),
         "shard_local": cfg.precision.misaligned == "shard_local",
     }
     write_atomic(model_dir / "config.json", json.dumps({**hf_config, "quantization_config": quantization}))

@@ -190,7 +190,7 @@ def test_doctor_reports_what_pip_metadata_says() -> None:
     assert report["versions"]["sglang"] == version("sglang")
     assert report["versions"]["megatron-core"] == version("megatron-core")
     assert report["gloo"] is True
-    assert report["fp8_backend"] in ("emulated", "deepgemm")
+    assert report["fp8_backend"] in ("emulated", "triton", "deep_gemm")
     assert (report["fp8_backend"] == "emulated") or report["gpus"]
 
 
@@ -198,11 +198,28 @@ def test_import_gguf_of_nothing(tmp_path: Path) -> None:
     assert_user_error(jetrl("import-gguf", str(tmp_path / "no.gguf"), str(tmp_path / "out")), "no.gguf", "existing")
 
 
+def test_a_backend_that_cannot_run_is_refused(good: Path) -> None:
+    """precision.backend names its reason and exits 2 where the machine lacks the GPU; emulated is always accepted."""
+    hidden = "import jetrl_megatron.cli.main as main; main.find_gpus = lambda: []; main.app()"
+    for name in ("triton", "deep_gemm"):
+        done = jetrl("check", str(good), f"precision.backend={name}", code=hidden)
+        assert_user_error(done, f"precision.backend: {name}", "no NVIDIA GPU", "fix: auto, or emulated")
+    done = jetrl("check", str(good), "precision.backend=emulated", code=hidden)
+    assert done.returncode == 0, done.stderr
+    assert "FP8 backend emulated" in done.stdout
+
+
 def test_gpu_rows_and_backend() -> None:
-    """The backend follows the weakest GPU; without DeepGEMM even Hopper is emulated."""
+    """auto follows the weakest GPU: DeepGEMM on Hopper, Triton on it without DeepGEMM and on other FP8 GPUs."""
     hopper = parse_gpus("NVIDIA H100 80GB HBM3, 9.0, 81559\nweird, [N/A], [N/A]\n\n")
     assert hopper == [Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81559)]
-    assert fp8_backend(hopper, True)[0] == "deepgemm"
-    assert fp8_backend(hopper, False)[0] == "emulated"
+    ada, blackwell = Gpu("L40S", (8, 9), 46068), Gpu("B200", (10, 0), 183359)
+    assert fp8_backend(hopper, True)[0] == "deep_gemm"
+    assert fp8_backend(hopper, False)[0] == "triton"
+    assert fp8_backend([*hopper, ada], True) == (
+        "triton",
+        "the DeepGEMM kernels need compute capability 9.x (Hopper), found 8.9",
+    )
+    assert fp8_backend([*hopper, blackwell], True)[0] == "triton"
     assert fp8_backend([*hopper, Gpu("A100", (8, 0), 40960)], True)[0] == "emulated"
     assert fp8_backend([], True)[0] == "emulated"

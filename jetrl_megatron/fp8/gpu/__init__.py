@@ -1,0 +1,1 @@
+"""Triton kernels of the FP8 path. Importing a module of this package imports triton; `fp8` itself does not."""

@@ -1,0 +1,142 @@
+"""The GEMMs of a GPU backend against the exact ones within the tolerance of tensor cores, and against themselves
+bitwise: a row's result must not depend on the batch, nor on the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, Fp8Weight, deep_gemm, quantize_weight, whole
+from jetrl_megatron.fp8.backends import Backend, load
+from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.ops.gpu.compare import bits
+
+# Relative Frobenius error of tensor cores, which keep about 13 fraction bits in a K = 32 step, against exact partial
+# sums (docs/numerics.md, section 2: 1.3e-4 on gaussian data); one bf16 rounding of both sides adds about 1.7e-3.
+FP32_BOUND, BF16_BOUND = 5e-4, 2.5e-3
+SHAPES = ((300, 512, 384), (128, 4096, 1024), (1, 1024, 256))  # T, K, N
+SMALL_SHAPES = ((70, 256, 144), (3, 128, 128))
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One property of one GEMM. error: relative Frobenius error, or number of different values where bound is 0."""
+
+    backend: str
+    gemm: str
+    case: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    wanted = expected.double().cpu()
+    return float((actual.double().cpu() - wanted).norm() / wanted.norm())
+
+
+def num_different(a: Tensor, b: Tensor) -> float:
+    return float((bits(a) != bits(b)).sum())
+
+
+def _problem(t: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(t + k + n)
+    shapes = ((t, k, 1.0), (n, k, 0.05), (t, n, 1e-3))
+    x, w, dy = (torch.randn(a, b, generator=generator).mul(s).bfloat16() for a, b, s in shapes)
+    return x, w, dy
+
+
+def _to(weight: PreparedWeight, device: str) -> PreparedWeight:
+    order = None if weight.order is None else weight.order.to(device)
+    return PreparedWeight(weight.codes.to(device), weight.scale.to(device), weight.format, weight.num_columns, order)
+
+
+def check_linear(name: str, device: str, shape: tuple[int, int, int]) -> Iterator[Agreement]:
+    """FProp, DGrad and WGrad of one backend at T, K, N, which must be a multiple of 128 or leave DGrad out."""
+    t, k, n = shape
+    case = f"T={t} K={k} N={n}"
+    x, w, dy = _problem(t, k, n)
+    fmt = Fp8Format()
+    weight = Fp8Weight.of(quantize_weight(w, fmt), whole(n))
+    exact, backend = load("emulated"), load(name)
+    fprop = _to(weight.fprop, device)
+
+    y, quantized = backend.fprop(x.to(device), fprop, 1, torch.bfloat16)
+    expected, saved = exact.fprop(x, weight.fprop, 1, torch.bfloat16)
+    yield Agreement(name, "FProp", case, relative_error(y, expected), BF16_BOUND)
+    yield Agreement(name, "saved activation", case, num_different(quantized.data, saved.data), 0)
+    for rows in (1, 7, t // 2):
+        part, _ = backend.fprop(x[:rows].to(device), fprop, 1, torch.bfloat16)
+        yield Agreement(name, "FProp alone = in the batch", f"{case} rows={rows}", num_different(part, y[:rows]), 0)
+    again, _ = backend.fprop(x.to(device), fprop, 1, torch.bfloat16)
+    yield Agreement(name, "FProp twice", case, num_different(again, y), 0)
+
+    yield from _check_backward(name, case, backend, exact, (dy, weight), (quantized, saved), device)
+
+
+def _check_backward(
+    name: str,
+    case: str,
+    backend: Backend,
+    exact: Backend,
+    upstream: tuple[Tensor, Fp8Weight],
+    saved: tuple[Fp8Tensor, Fp8Tensor],
+    device: str,
+) -> Iterator[Agreement]:
+    """saved: the FProp copy of the backend and of the exact one."""
+    dy, weight = upstream
+    fmt = saved[1].format
+    if weight.dgrad.order is None:
+        rows, dy_t = backend.quantize_both(dy.to(device), fmt)
+        dx = backend.dgrad(rows, _to(weight.dgrad, device), torch.bfloat16)
+        expected = exact.dgrad(exact.quantize_rows(dy, fmt), weight.dgrad, torch.bfloat16)
+        yield Agreement(name, "DGrad", case, relative_error(dx, expected), BF16_BOUND)
+    else:
+        dy_t = backend.quantize_columns(dy.to(device), fmt)
+    x_t = backend.requantize_columns(saved[0], torch.bfloat16)
+    wanted = exact.wgrad(exact.quantize_columns(dy, fmt), exact.requantize_columns(saved[1], torch.bfloat16), None)
+    start = torch.ones_like(wanted) * wanted.abs().mean()
+    main_grad = start.clone().to(device)
+    backend.wgrad(dy_t, x_t, main_grad)
+    yield Agreement(name, "WGrad", case, relative_error(main_grad, start + wanted), FP32_BOUND)
+    again = start.clone().to(device)
+    backend.wgrad(dy_t, x_t, again)
+    yield Agreement(name, "WGrad twice", case, num_different(again, main_grad), 0)
+
+
+def check_experts(device: str) -> Iterator[Agreement]:
+    """DeepGEMM's grouped GEMMs against its dense ones, bitwise, and k-grouped WGrad likewise."""
+    counts, k, n = [130, 0, 1, 257], 512, 384
+    x, _, dy = _problem(sum(counts), k, n)
+    fmt, backend = Fp8Format(), load("deep_gemm")
+    weights = [
+        _to(Fp8Weight.of(quantize_weight(_problem(1, k, n + e)[1][:n], fmt), whole(n)).fprop, device) for e in range(4)
+    ]
+    quantized = backend.quantize_rows(x.to(device), fmt)
+    codes = torch.stack([w.codes for w in weights])
+    grid = torch.stack([w.scale.t()[::128].contiguous() for w in weights])
+    groups = x.to(device).split(counts)
+    dense = torch.cat([backend.fprop(rows, w, 1, torch.bfloat16)[0] for rows, w in zip(groups, weights, strict=True)])
+    call, layout = deep_gemm.prepare_grouped(quantized, counts, codes, grid)
+    y = deep_gemm.execute(call)
+    assert y is not None
+    yield Agreement("deep_gemm", "grouped contiguous = dense", str(counts), num_different(y[layout.places], dense), 0)
+    masked, places = deep_gemm.prepare_masked(quantized, counts, codes, grid, 320)
+    y = deep_gemm.execute(masked)
+    assert y is not None
+    error = num_different(y.view(-1, n)[places], dense)
+    yield Agreement("deep_gemm", "grouped masked = dense", str(counts), error, 0)
+    grads = torch.zeros(4, n, k, device=device)
+    along = dy.to(device).split(counts), x.to(device).split(counts)
+    deep_gemm.execute(deep_gemm.prepare_grouped_wgrad(*along, lambda rows: backend.quantize_columns(rows, fmt), grads))
+    wanted = torch.zeros_like(grads)
+    for e, (rows_dy, rows_x) in enumerate(zip(*along, strict=True)):
+        if len(rows_dy):
+            backend.wgrad(backend.quantize_columns(rows_dy, fmt), backend.quantize_columns(rows_x, fmt), wanted[e])
+    yield Agreement("deep_gemm", "k-grouped WGrad = dense", str(counts), num_different(grads, wanted), 0)
