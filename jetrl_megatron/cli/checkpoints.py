@@ -14,6 +14,7 @@ from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import E4M3, compact_weight_scale
 from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint
 from jetrl_megatron.weights.convert.compare import HfTensorsOf, Stored, Tensors
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.ranks import LAYOUT_FILE, Shards
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES
 from jetrl_megatron.weights.plan import ConversionPlan
@@ -71,7 +72,7 @@ def _shards(shards: Shards) -> Opened:
         parameter = shards.parameter(rule)
         if not rule.quantized:
             return [Stored(tensor) for tensor in parameter.dense()]
-        return [Stored(codes.view(E4M3), compact_weight_scale(scale)) for codes, scale in parameter.fp8()]
+        return [Stored(codes.view(E4M3), compact_weight_scale(scale)) for codes, scale in parameter.fp8(Memory())]
 
     layout = shards.layout
     kind = f"FP8 shards, TP {layout.tensor}, PP {layout.pipeline}, EP {layout.expert}"

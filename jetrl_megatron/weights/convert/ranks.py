@@ -66,9 +66,9 @@ class HfParameter:
     def dense(self) -> list[Tensor]:
         return [weight.dense() for weight in self.weights]
 
-    def fp8(self) -> list[tuple[Tensor, Tensor]]:
+    def fp8(self, memory: Memory) -> list[tuple[Tensor, Tensor]]:
         """Codes [N, K] as bytes and row-expanded scales of every HF tensor."""
-        made = (weight.fp8(self.format) for weight in self.weights)
+        made = (weight.fp8(self.format, memory) for weight in self.weights)
         return [(codes.view(torch.uint8), expand_weight_scale(scale, len(codes))) for codes, scale in made]
 
 
@@ -87,7 +87,7 @@ class ShardedParameter:
     def dense(self) -> list[Tensor]:
         return self.rule.to_hf([shard.whole() for shard in self.shards])
 
-    def fp8(self) -> list[tuple[Tensor, Tensor]]:
+    def fp8(self, _memory: Memory) -> list[tuple[Tensor, Tensor]]:
         codes = self.rule.to_hf([shard.whole().view(torch.uint8) for shard in self.shards])
         return list(zip(codes, self.rule.to_hf([scale.whole() for scale in self.scales]), strict=True))
 
@@ -109,7 +109,7 @@ class ToShards:
         return found
 
     def chunks(self, memory: Memory) -> Iterator[tuple[int, Tensor]]:
-        parts = zip(*self.source.fp8(), strict=True) if self.rule.quantized else [self.source.dense()]
+        parts = zip(*self.source.fp8(memory), strict=True) if self.rule.quantized else [self.source.dense()]
         kinds = [list(tensors) for tensors in parts]  # codes and scales, or the values
         for rank in range(self.tensor):
             for tensors in kinds:
@@ -132,7 +132,7 @@ class ToHf:
         if not self.rule.quantized:
             yield from ((0, tensor) for tensor in self.source.dense())
             return
-        for codes, scale in self.source.fp8():
+        for codes, scale in self.source.fp8(memory):
             yield 0, codes
             yield 0, compact_weight_scale(scale)
 

@@ -6,6 +6,7 @@ tensor, so that resident memory stays small.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterator
@@ -23,10 +24,12 @@ from jetrl_megatron.config.stacked_experts import split_experts
 from jetrl_megatron.fp8 import BLOCK, E4M3, Fp8Format, compact_weight_scale, dequantize, quantize_weight
 from jetrl_megatron.weights.bundle import SCALE_SUFFIX
 from jetrl_megatron.weights.convert.job import fingerprint
+from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.io import CONFIG, HfCheckpoint, require_finite
 from jetrl_megatron.weights.plan import IGNORED_SUFFIXES, ConversionPlan
 
 CHUNK_BYTES = 4 << 20  # stays in the cache between the steps of a conversion
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14, which Python has no name for
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -66,6 +69,8 @@ class Span:
             if os.fstat(handle.fileno()).st_size < start + num_bytes:
                 raise ValueError(f"{self.file}: ends inside {self.name}; rule: complete files; fix: get it again")
             mapped = mmap.mmap(handle.fileno(), offset + num_bytes, access=mmap.ACCESS_COPY, offset=start - offset)
+        with contextlib.suppress(OSError):  # an older kernel maps page by page
+            mapped.madvise(_POPULATE_READ)
         return torch.frombuffer(mapped, dtype=torch.uint8, offset=offset).view(self.dtype).view(-1, *self.shape[1:])
 
     def whole(self) -> Tensor:
@@ -140,9 +145,9 @@ class Weight:
                 require_finite(self.name, stored)
             yield quantized.data, scale
 
-    def fp8(self, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-        """Whole codes [N, K] and block scales; as `fp8_chunks`."""
-        codes = torch.empty(self.shape, dtype=E4M3)
+    def fp8(self, fmt: Fp8Format, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Whole codes [N, K], in `memory` under the tensor's own last names, and block scales; as `fp8_chunks`."""
+        codes = memory.empty(self.name.rsplit(".", 2)[-2], self.shape, E4M3)
         scales, row = [], 0
         for data, scale in self.fp8_chunks(fmt):
             codes[row : row + len(data)] = data
