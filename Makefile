@@ -5,7 +5,7 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: help setup quickstart test test-fast fuzz lint format bench gpu-check clean
+.PHONY: help setup quickstart test test-fast fuzz lint docker-lint lock format bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -26,11 +26,19 @@ test-fast: setup  ## tests without the slow ones
 fuzz: setup  ## 10,000 fresh cases of quantizers, GEMM, attention and a whole model
 	JETRL_FUZZ_CASES=2500 $(PY) -m pytest tests/fuzz
 
-lint: setup  ## ruff, mypy, import layers
+lint: setup docker-lint  ## ruff, mypy, import layers, shell scripts, Dockerfile
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+docker-lint: setup  ## hadolint for the Dockerfile, shellcheck for every shell script
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/shellcheck --severity=style --shell=bash --external-sources \
+	  launch/*/*.sh launch/slurm/*.sbatch tools/*.sh .ci/run
+
+lock: setup  ## rewrite requirements/*.lock, the hashes that the images install by
+	$(PY) tools/lock.py
 
 format: setup  ## reformat the sources
 	$(PY) -m ruff check --fix .

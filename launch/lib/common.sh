@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034 # results are variables of whoever sources this
 # What every launcher shares: messages, arguments, settings, commands. Source it; it prints nothing and changes nothing.
 #
 # Settings come from the environment. All launchers:
@@ -26,9 +26,14 @@ run() {
 }
 
 show_command() {
-  local line
-  printf -v line '%q ' "$@"
-  printf '%s\n' "${line% }"
+  local word line=""
+  for word in "$@"; do
+    case $word in
+      '' | *[!A-Za-z0-9_@%+=:,./-]*) line+=" '${word//\'/\'\\\'\'}'" ;;
+      *) line+=" $word" ;;
+    esac
+  done
+  printf '%s\n' "${line# }"
 }
 
 # require_number KEY MINIMUM: the setting is a whole number.

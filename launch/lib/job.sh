@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034 # results are variables of whoever sources this
 # The life of one Slurm training job: check, run, and then done, requeued or failed. Needs common.sh and roles.sh.
 #
 # Settings of jobs, besides those in common.sh:
@@ -31,6 +31,7 @@ training_job() {
   check_configuration
   train_arguments
   if dry_run; then
+    # shellcheck disable=SC2016 # printed as it stands: it differs from node to node
     torchrun_command "$NUM_NODES" '$SLURM_NODEID' "$JETRL_MASTER_ADDR" "$JETRL_MASTER_PORT" "$JETRL_LOG_DIR" "${TRAIN[@]}"
     start_role train "$NODES" bash "$JETRL_ROOT/launch/lib/node.sh" "${TRAIN[@]}"
     show_command "${TORCHRUN[@]}" | sed 's/^/  on each node: /'
@@ -89,7 +90,7 @@ begin_attempt() {
   say "=== attempt ${SLURM_RESTART_COUNT:-0} of job $(job_name_id) on $NODES, $JETRL_RANKS_PER_NODE ranks each;" \
     "$RUN_DIR: step $(run_step), $(run_phase)"
   if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] || [ "${JETRL_CHAIN:-0}" = 1 ]; then
-    if [ "$(run_phase)" = done ]; then
+    if [ "$(run_phase)" = 'done' ]; then
       say "the run is done already"
       exit 0
     fi
@@ -148,7 +149,7 @@ check_configuration() {
 # its tasks, and the tasks that it ends itself count too.
 end_attempt() {
   say "role $FIRST left with code $CODE; step $(run_step), $(run_phase)"
-  if reached done; then
+  if reached 'done'; then
     rm -f -- "$RUN_DIR/launch/stalled"
     exit 0
   fi
@@ -180,6 +181,7 @@ requeue_or_exit() {
 }
 
 cleanup_command() {
+  local CONTAINER=() # on the node itself
   role_command "$NODES" cleanup bash "$JETRL_ROOT/launch/slurm/cleanup.sh" "$JETRL_LAUNCH" "$RUN_DIR"
   if dry_run; then show_command "${STEP[@]}"; else "${STEP[@]}"; fi
 }
@@ -188,6 +190,5 @@ cleanup_command() {
 cleanup_nodes() {
   trap - EXIT
   [ "$WHY" != term ] || return 0
-  CONTAINER=()
   cleanup_command || say "cleanup failed"
 }

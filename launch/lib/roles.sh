@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034 # results are variables of whoever sources this
 # Roles: a job is one or more sets of processes, each a Slurm step on some of its nodes. The first to leave decides.
 # Today's training job has one role, `train`, whose rank 0 starts the engines; separate engine roles use the same functions.
 # Needs common.sh.
@@ -10,8 +10,10 @@ declare -A ROLE_PID=()
 container_options() {
   CONTAINER=()
   [ -n "${JETRL_CONTAINER_IMAGE:-}" ] || return 0
+  local folder mounts=""
+  for folder in $(printf '%s\n' "$PWD" "$JETRL_ROOT" ${RUN_DIR:+"$RUN_DIR"} | sort -u); do mounts+=,$folder:$folder; done
   CONTAINER=("--container-image=$JETRL_CONTAINER_IMAGE" --no-container-mount-home "--container-workdir=$PWD"
-    "--container-mounts=$PWD:$PWD,$JETRL_ROOT:$JETRL_ROOT${JETRL_CONTAINER_MOUNTS:+,$JETRL_CONTAINER_MOUNTS}")
+    "--container-mounts=${mounts#,}${JETRL_CONTAINER_MOUNTS:+,$JETRL_CONTAINER_MOUNTS}")
 }
 
 # role_command NODES NAME COMMAND...: sets STEP, one task per node of the comma-separated list. --overlap: steps share the

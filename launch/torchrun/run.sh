@@ -67,6 +67,6 @@ while :; do # a trap ends `wait`, not the training
 done
 bash "$JETRL_ROOT/launch/slurm/cleanup.sh" "$launch_id" "$RUN_DIR" || true
 [ "$WHY" != term ] || exit 143
-if [ "$CODE" -eq 0 ] && { reached done || reached stopped; }; then exit 0; fi
+if [ "$CODE" -eq 0 ] && { reached 'done' || reached stopped; }; then exit 0; fi
 say "torchrun ended with code $CODE; $RUN_DIR: step $(run_step), $(run_phase)"
 exit 1
