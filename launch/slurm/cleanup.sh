@@ -34,9 +34,10 @@ done
 if [ -n "$RUN_DIR" ] && [ -f "$RUN_DIR/config.resolved.yaml" ]; then
   staging=$(sed -n "s/^ *staging_dir: *['\"]\{0,1\}\([^'\"]*\).*/\1/p" "$RUN_DIR/config.resolved.yaml")
   name=jetrl-$(printf %s "$(realpath "$RUN_DIR")" | b2sum -l 64 | cut -d' ' -f1)
-  if [ -n "$staging" ] && [ -d "$staging/$name" ]; then
-    printf 'cleanup: remove %s\n' "$staging/$name" >&2
-    rm -rf -- "${staging:?}/$name"
-  fi
+  for folder in "$staging/$name" "$staging/$name"-engine_*; do # the latter: of engines on other nodes than the trainer's
+    [ -n "$staging" ] && [ -d "$folder" ] || continue
+    printf 'cleanup: remove %s\n' "$folder" >&2
+    rm -rf -- "$folder"
+  done
 fi
 [ ${#found[@]} -eq 0 ] || { printf 'cleanup: still there: %s\n' "${found[*]}" >&2; exit 1; }

@@ -21,6 +21,7 @@ RUN = (
     *TINY,
     "model.init=random",
     "parallel.data=2",
+    "rollout.num_engines=2",
     f"trainer.num_steps={NUM_STEPS}",
     "checkpoint.every_steps=3",
     "reward.kind=tests.support.runs:slow_exact_match",
@@ -42,7 +43,7 @@ def assert_nothing_left(tag: str) -> None:
 def test_stopped_preempted_and_completed(
     cluster: Cluster, job_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """One run in three attempts: near its time limit (USR1 to the batch script) it writes a checkpoint after the step
+    """Every node has an engine, to which its weights and prompts travel. One run in three attempts: near its time limit (USR1 to the batch script) it writes a checkpoint after the step
     and is queued again; then a job of higher priority preempts it; then it completes. Every step is there once, and
     max |dlogp| is exactly 0.0 in all of them. No attempt leaves a process behind."""
     run_dir, log = tmp_path / "run", tmp_path / "job.log"
@@ -51,6 +52,8 @@ def test_stopped_preempted_and_completed(
     job_id = cluster.submit(*options, TRAIN, CONFIG, *RUN, cwd=tmp_path, env=env)
 
     wait_for_step(run_dir, 2)
+    engines = [p for p in processes_with("JETRL_TAG", f"{job_id}.0") if p.environ().get("JETRL_ENGINE") == "1"]
+    assert {p.environ()["SLURM_NODEID"] for p in engines} == {"0", "1"}
     cluster.command("scancel", "--batch", "--signal=USR1", job_id)
     wait_for(lambda: cluster.job(job_id).restarts == 1, END_S, f"requeued; {log}")
     stopped = status_of(run_dir)
