@@ -135,7 +135,10 @@ def result(tasks: dict[str, dict[str, Any]], run_dir: Path, started_ns: int) -> 
     """NeMo-Run ends with 0 when a task failed, so look: at the tasks' states, and at what this run wrote."""
     failed = {name: str(task.get("status")) for name, task in tasks.items() if SUCCEEDED not in str(task.get("status"))}
     if failed or not tasks:
-        print(f"error: {failed or 'no task'}; rule: {SUCCEEDED}; fix: see the logs under {run_dir}/launch", file=sys.stderr)
+        print(
+            f"error: {failed or 'no task'}; rule: {SUCCEEDED}; fix: see the logs under {run_dir}/launch",
+            file=sys.stderr,
+        )
         return 1
     if stamp_ns(run_dir) == started_ns:
         print(f"error: {run_dir}/status.json was not written; fix: see the task's log", file=sys.stderr)

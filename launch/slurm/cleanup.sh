@@ -6,17 +6,8 @@
 set -euo pipefail
 TAG=${1:?"TAG missing; rule: cleanup.sh TAG [RUN_DIR]; fix: name the launch"} RUN_DIR=${2:-}
 
-# processes: pids with this tag, of this user (others' environments cannot be read).
-processes() {
-  local folder pid
-  for folder in /proc/[0-9]*; do
-    pid=${folder#/proc/}
-    [ "$pid" != $$ ] || continue
-    { tr '\0' '\n' <"$folder/environ" | grep -qxF "JETRL_TAG=$TAG"; } 2>/dev/null || continue
-    case $(sed -n 's/^State:\t\(.\).*/\1/p' "$folder/status" 2>/dev/null) in Z | '') continue ;; esac
-    echo "$pid"
-  done
-}
+# processes: pids with this tag, of this user (others' environments cannot be read; a zombie has none).
+processes() { grep -lzxF "JETRL_TAG=$TAG" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3 || true; }
 
 for attempt in TERM KILL; do
   mapfile -t found < <(processes)

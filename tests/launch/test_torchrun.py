@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.launch.conftest import ROOT
+from tests.support.runs import wait_until_gone
 from tests.support.slurm import describe, processes_with, wait_for
 from tests.support.trainer import free_port
 
@@ -67,7 +67,7 @@ def test_two_machines_and_a_killed_agent(tmp_path: Path) -> None:
     rank, agent = map(int, (tmp_path / "run/pid_1").read_text().split())
     os.kill(agent, signal.SIGKILL)
     assert second.wait(30) == 1
-    assert not psutil.pid_exists(rank)
+    wait_until_gone([rank], timeout_s=5)
     first.send_signal(signal.SIGTERM)
     assert first.wait(30) == 143
     assert_nothing_left(tmp_path)
@@ -101,7 +101,8 @@ def test_cleanup_ends_only_its_own_launch(tmp_path: Path) -> None:
     (run_dir / "config.resolved.yaml").write_text(f"sync:\n  bucket_bytes: 1\n  staging_dir: {staging}\n")
     stubborn = ["bash", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"]
     processes = [
-        subprocess.Popen(stubborn, env={**os.environ, "JETRL_TAG": tag}, stdout=subprocess.PIPE) for tag in ("7.0", "7.1")
+        subprocess.Popen(stubborn, env={**os.environ, "JETRL_TAG": tag}, stdout=subprocess.PIPE)
+        for tag in ("7.0", "7.1")
     ]
     try:
         for process in processes:

@@ -21,7 +21,19 @@ from pathlib import Path
 
 import psutil
 
-PROGRAMS = ("munged", "munge", "unmunge", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo", "squeue", "scancel")
+PROGRAMS = (
+    "munged",
+    "munge",
+    "unmunge",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "sinfo",
+    "squeue",
+    "scancel",
+)
 PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 START_S, STOP_S = 20.0, 5.0
 FINAL = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
@@ -53,7 +65,17 @@ class Cluster:
     @property
     def environment(self) -> dict[str, str]:
         """For commands: without what an outer Slurm or torchrun has set."""
-        foreign = ("SLURM_", "SBATCH_", "SRUN_", "TORCHELASTIC_", "JETRL_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_")
+        foreign = (
+            "SLURM_",
+            "SBATCH_",
+            "SRUN_",
+            "TORCHELASTIC_",
+            "JETRL_",
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "MASTER_",
+        )
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         return {**kept, "SLURM_CONF": str(self._conf), "PATH": PATH, "OMP_NUM_THREADS": "1"}
 
@@ -142,13 +164,13 @@ class Cluster:
         return self.job(job_id)
 
     def release(self, job_id: str) -> None:
-        """A requeued job waits two minutes; not in a test. (It is still COMPLETING for a moment.)"""
+        """A requeued job waits two minutes; not in a test. Returns when it runs, or has run, again."""
 
         def started() -> bool:
             job = self.job(job_id)
             if job.state == "PENDING":
                 self.command("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
-            return job.state == "RUNNING" and job.restarts > 0
+            return job.restarts > 0 and job.state in ("RUNNING", *FINAL)
 
         wait_for(started, 30, f"job {job_id} running again", poll_s=0.5)
 
@@ -197,8 +219,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 NodeName=n1 {node} Port={port_1}
 NodeName=n2 {node} Port={port_2}
-PartitionName=batch Nodes=n[1-2] Default=YES MaxTime=1:00:00 State=UP PriorityTier=1
-PartitionName=high Nodes=n[1-2] MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=batch Nodes=n[1-2] Default=YES MaxTime=1-00:00:00 State=UP PriorityTier=1
+PartitionName=high Nodes=n[1-2] MaxTime=1-00:00:00 State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
