@@ -78,9 +78,7 @@ def main() -> None:
     parser.add_argument("--nodes", required=True, help="names of the nodes in rank order, comma-separated")
     parser.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     parser.add_argument("--size-mib", type=int, default=64)
-    parser.add_argument(
-        "--floor-gbps", type=float, default=0.0, help="GB/s that each pair and the all-reduce must reach"
-    )
+    parser.add_argument("--floor-gbps", type=float, default=0.0, help="GB/s of every pair and the all-reduce")
     options = parser.parse_args()
     tie_to_launcher()
     pairs, bus = measure(options.nodes.split(","), options.size_mib << 20)

@@ -1,6 +1,6 @@
 """`jetrl nodes`: is every node of a job fit for a run? Each node writes a report, one process judges all of them.
 
-Used by launch/slurm/preflight.sh. A launcher that stops at the first bad node makes people repair one node per submission.
+Used by launch/slurm/preflight.sh. A launcher that stops at the first bad node makes people repair one per job.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _most_common(values: Sequence[Any]) -> Any:
 
 
 def clock_skew_s(folder: Path) -> float:
-    """This node's clock against the one that stamps files in `folder`: on a shared folder the same one for all nodes."""
+    """This node's clock against the one that stamps files in `folder`: on a shared folder one for all nodes."""
     with tempfile.NamedTemporaryFile(dir=folder) as probe:
         probe.write(b"x")
         probe.flush()

@@ -1,7 +1,7 @@
 """Where an engine's host process runs: on this node, or on another one, started there by that node's first rank.
 
-On another node a thread of the first training rank listens (`HostStarter`). It starts the host with the accepted socket,
-so that rank 0 talks to the host itself from then on, as it does to a local one; weights follow over the same socket.
+On another node a thread of the first training rank listens (`HostStarter`). It starts the host with the accepted
+socket, so that rank 0 talks to the host itself from then on, as it does to a local one; weights follow the same way.
 """
 
 from __future__ import annotations

@@ -34,13 +34,13 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture()
+@pytest.fixture
 def job_environment() -> dict[str, str]:
     """Of a submission: this interpreter, this repository, no check of the nodes."""
     return {"JETRL_ROOT": str(ROOT), "JETRL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JETRL_PREFLIGHT": "0"}
 
 
-@pytest.fixture()
+@pytest.fixture
 def payload_environment(job_environment: dict[str, str]) -> dict[str, str]:
     """The same, with the stand-in for the trainer."""
     return {**job_environment, "JETRL_MODULE": "tests.launch.payload"}

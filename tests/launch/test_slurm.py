@@ -24,7 +24,7 @@ START_S, END_S = 120, 30
 Submit = Callable[..., str]
 
 
-@pytest.fixture()
+@pytest.fixture
 def submit(cluster: Cluster, payload_environment: dict[str, str], tmp_path: Path) -> Submit:
     """sbatch two nodes with one rank each; run folder tmp_path/run."""
 

@@ -1,4 +1,4 @@
-"""A private two-node Slurm on this machine, from nothing: own munge key and socket, ports, configuration, spool and state.
+"""A private two-node Slurm on this machine, from nothing: own munge key, socket, ports, configuration, spool and state.
 
 Works with Debian's slurm-wlm 22.05 and 24.11, as root or not, beside a system Slurm and beside other private ones.
 """
@@ -165,12 +165,11 @@ class Cluster:
 
     def release(self, job_id: str) -> None:
         """A requeued job waits two minutes; not in a test. Returns when it runs, or has run, again."""
+        self.wait(job_id, 30, "PENDING")
 
         def started() -> bool:
-            job = self.job(job_id)
-            if job.state == "PENDING":
-                self.command("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
-            return job.restarts > 0 and job.state in ("RUNNING", *FINAL)
+            self.command("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
+            return self.job(job_id).state in ("RUNNING", "COMPLETING", *FINAL)
 
         wait_for(started, 30, f"job {job_id} running again", poll_s=0.5)
 
