@@ -1,6 +1,6 @@
 """Writes requirements/*.lock: the pins of requirements/*.txt with the hashes of their wheels, for the images.
 
-    python tools/lock.py          rewrites the locks (asks the package index that pip is set up with; downloads no wheel)
+    python tools/lock.py          rewrites the locks (asks pip's package index; downloads no wheel)
 
 A lock holds one wheel's hash per package: Linux x86_64, and the Python of its image.
 """

@@ -169,7 +169,7 @@ def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> P
 
 
 def _engine_starters(cfg: RunConfig, ranks: Ranks) -> list[StarterAddress | None]:
-    """Of every node that gets an engine, in order; None for rank 0's own. On another one its first rank starts hosts."""
+    """Of every node that gets an engine, in order; None for rank 0's own. Elsewhere the first rank starts hosts."""
     if ranks.num_nodes == 1 or cfg.rollout.num_engines == 1:
         return [None]
     serves = ranks.local_rank == 0 and 0 < ranks.node < cfg.rollout.num_engines

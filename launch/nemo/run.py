@@ -2,9 +2,9 @@
 
     python launch/nemo/run.py CONFIG [key=value ...] --executor local|slurm [--run-dir DIR] [--dry-run] [options]
 
-local: launch/torchrun/run.sh on this machine. slurm: NeMo-Run submits a job whose one task runs launch/slurm/train.sbatch
-on the job's nodes; start it on a machine that has sbatch. Needs the extra `nemo` (pip install 'jetrl-megatron[nemo]'), in
-an environment of its own if you like: the run itself uses JETRL_PYTHON, as the launch scripts do.
+local: launch/torchrun/run.sh on this machine. slurm: NeMo-Run submits a job whose one task runs
+launch/slurm/train.sbatch on the job's nodes; start it on a machine that has sbatch. Needs the extra `nemo`, in an
+environment of its own if you like: the run itself uses JETRL_PYTHON, as the launch scripts do.
 
 Exit codes: 0 done (or submitted with --detach, or --dry-run), 1 the run failed, 2 user's error.
 """
@@ -103,8 +103,8 @@ def local_executor(run: Any) -> Any:
 
 
 def slurm_executor(run: Any, options: argparse.Namespace) -> Any:
-    """One task on the first node, whose script starts the steps on all of them. NeMo-Run's own srun would start one script
-    per node and end all of them a minute after the first leaves."""
+    """One task on the first node, whose script starts the steps on all of them. NeMo-Run's own srun would start one
+    script per node and end all of them a minute after the first leaves."""
     env = settings()
     if options.container_image:
         env["JETRL_CONTAINER_IMAGE"] = options.container_image

@@ -17,29 +17,22 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 H100 = {"SLURM_GPUS_ON_NODE": "8"}
 CONTAINER = {"JETRL_CONTAINER_IMAGE": "/images/jetrl.sqsh", "JETRL_CONTAINER_MOUNTS": "/data:/data"}
+CPU = {"JETRL_ENV": "cpu"}
+TWO_MACHINES = {
+    "JETRL_NNODES": "2",
+    "JETRL_NODE_RANK": "1",
+    "JETRL_MASTER_ADDR": "fd00::1",
+    "JETRL_MASTER_PORT": "29400",
+}
+CHAIN = ["launch/slurm/chain.sh", "2", "--run-dir", "/runs/a", "CONFIG", "optimizer.lr=1e-6", "--", "-N", "4"]
 CASES = {
     "train_cpu": (["bash", "launch/slurm/train.sbatch", "CONFIG", "trainer.num_steps=7"], {}),
     "train_h100": (["bash", "launch/slurm/train.sbatch", "CONFIG", "--run-dir", "/runs/a b"], H100),
     "train_container": (["bash", "launch/slurm/train.sbatch", "CONFIG"], {**H100, **CONTAINER}),
     "array": (["bash", "launch/slurm/array.sbatch", "CONFIG"], {"JETRL_DRY_NODES": "node1"}),
-    "chain": (
-        ["launch/slurm/chain.sh", "2", "--run-dir", "/runs/a", "CONFIG", "optimizer.lr=1e-6", "--", "-N", "4"],
-        {},
-    ),
-    "torchrun_one_machine": (
-        ["launch/torchrun/run.sh", "CONFIG", "parallel.tensor=2"],
-        {"JETRL_ENV": "cpu", "JETRL_RANKS_PER_NODE": "2"},
-    ),
-    "torchrun_two_machines": (
-        ["launch/torchrun/run.sh", "CONFIG"],
-        {
-            "JETRL_ENV": "cpu",
-            "JETRL_NNODES": "2",
-            "JETRL_NODE_RANK": "1",
-            "JETRL_MASTER_ADDR": "fd00::1",
-            "JETRL_MASTER_PORT": "29400",
-        },
-    ),
+    "chain": (CHAIN, {}),
+    "torchrun_one_machine": (["launch/torchrun/run.sh", "CONFIG", "a.b=2"], {**CPU, "JETRL_RANKS_PER_NODE": "2"}),
+    "torchrun_two_machines": (["launch/torchrun/run.sh", "CONFIG"], {**CPU, **TWO_MACHINES}),
 }
 
 

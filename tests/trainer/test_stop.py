@@ -34,8 +34,8 @@ OVERRIDES = (
 
 @pytest.mark.slow
 def test_stopped_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    """SIGUSR1 to the supervisor: the run ends after its step with code 0, phase `stopped` and a checkpoint of that step,
-    though none was due. An old request does not stop the next run, and every step is that of a run left alone."""
+    """SIGUSR1 to the supervisor: the run ends after its step with code 0, phase `stopped` and a checkpoint of that
+    step, though none was due. An old request does not stop the next run, and every step is that of a run left alone."""
     expected = train_ok(tmp_path / "whole", *OVERRIDES)
     run_dir = tmp_path / "stopped"
     with (tmp_path / "log").open("wb") as log:
