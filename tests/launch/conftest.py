@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def started_cluster() -> Iterator[Cluster]:
     """Fails without Slurm in CI, where it must be installed; elsewhere a skip that says what to install."""
     if missing := missing_programs():
         message = f"no {', '.join(missing)}; fix: tools/ci-packages.sh, or apt-get install slurm-wlm munge"
@@ -32,6 +32,13 @@ def cluster() -> Iterator[Cluster]:
     finally:
         private.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def cluster(started_cluster: Cluster) -> Iterator[Cluster]:
+    """Without jobs, before and after each test."""
+    yield started_cluster
+    started_cluster.cancel_all()
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.support.slurm import Cluster, describe, processes_with, wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.multi]
 TRAIN = str(ROOT / "launch/slurm/train.sbatch")
 CONFIG = str(ROOT / "configs/quickstart.yaml")
-NUM_STEPS = 14
+NUM_STEPS = 30
 RUN = (
     *TINY,
     "model.init=random",
@@ -24,11 +24,12 @@ RUN = (
     "rollout.num_engines=2",
     f"trainer.num_steps={NUM_STEPS}",
     "checkpoint.every_steps=3",
-    "reward.kind=tests.support.runs:slow_exact_match",
+    "reward.kind=tests.support.runs:even_digits",
+    "optimizer.lr=1e-3",
     "--run-dir",
     "run",
 )
-STEP_S, END_S = 150, 30
+STEP_S, END_S = 400, 30
 
 
 def wait_for_step(run_dir: Path, step: int) -> None:

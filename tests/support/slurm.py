@@ -112,9 +112,8 @@ class Cluster:
 
     def stop(self) -> None:
         """All daemons and the steps' own: TERM, STOP_S seconds, KILL."""
-        self.command("scancel", f"--user={getpass.getuser()}", check=False)
         with contextlib.suppress(AssertionError):
-            wait_for(lambda: not self.command("squeue", "-h", check=False), 15, "no job left")
+            self.cancel_all()
         processes = [process for path in self._pid_files if (process := _process(path)) is not None]
         for process in processes:  # one after the other: slurmd says goodbye to slurmctld
             _end(process)
@@ -172,6 +171,12 @@ class Cluster:
             return self.job(job_id).state in ("RUNNING", "COMPLETING", *FINAL)
 
         wait_for(started, 30, f"job {job_id} running again", poll_s=0.5)
+
+    def cancel_all(self) -> None:
+        """No job is left, queued or running."""
+        if self.command("squeue", "-h", check=False):
+            self.command("scancel", f"--user={getpass.getuser()}", check=False)
+            wait_for(lambda: not self.command("squeue", "-h", check=False), 20, "no job left")
 
     def _num_idle(self) -> int:
         idle = self.command("sinfo", "-h", "-p", "batch", "-N", "-t", "idle", "-o", "%N", check=False)
