@@ -57,9 +57,8 @@ RUN apt-get update \
  && apt-get install -y --no-install-recommends git ninja-build procps \
  && rm -rf /var/lib/apt/lists/*
 # What has wheels: by hash. torch and sglang are the base image's; nothing here may replace them.
-COPY requirements/gpu-image.lock requirements/megatron.lock /tmp/requirements/
-RUN python3 -m pip install --no-deps --require-hashes -r /tmp/requirements/gpu-image.lock \
- && python3 -m pip install --no-deps --require-hashes --ignore-requires-python -r /tmp/requirements/megatron.lock
+COPY requirements/gpu-image.lock /tmp/requirements/
+RUN python3 -m pip install --no-deps --require-hashes -r /tmp/requirements/gpu-image.lock
 # What is compiled against the base image's torch and CUDA: by version or commit.
 RUN python3 -m pip install --no-build-isolation --no-deps \
       "transformer-engine==${TRANSFORMER_ENGINE_VERSION}" \

@@ -11,7 +11,7 @@ import pytest
 from jetrl_megatron.trainer.metrics import read_metrics
 from tests.launch.conftest import ROOT
 from tests.support.runs import TINY, status_of
-from tests.support.slurm import Cluster, describe, processes_with, wait_for
+from tests.support.slurm import FINAL, Cluster, describe, processes_with, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.multi]
 TRAIN = str(ROOT / "launch/slurm/train.sbatch")
@@ -32,8 +32,12 @@ RUN = (
 STEP_S, END_S = 400, 30
 
 
-def wait_for_step(run_dir: Path, step: int) -> None:
-    wait_for(lambda: status_of(run_dir).get("step", 0) >= step, STEP_S, f"step {step}")
+def wait_for_step(cluster: Cluster, job_id: str, run_dir: Path, step: int) -> None:
+    def reached() -> bool:
+        assert cluster.job(job_id).state not in FINAL, (run_dir.parent / "job.log").read_text()[-5000:]
+        return bool(status_of(run_dir).get("step", 0) >= step)
+
+    wait_for(reached, STEP_S, f"step {step}")
 
 
 def assert_nothing_left(tag: str) -> None:
@@ -51,7 +55,7 @@ def test_stopped_preempted_and_completed(cluster: Cluster, job_environment: dict
     env = {**job_environment, "JETRL_PREFLIGHT": "1"}
     job_id = cluster.submit(*options, TRAIN, CONFIG, *RUN, cwd=tmp_path, env=env)
 
-    wait_for_step(run_dir, 2)
+    wait_for_step(cluster, job_id, run_dir, 2)
     engines = [p for p in processes_with("JETRL_TAG", f"{job_id}.0") if p.environ().get("JETRL_ENGINE") == "1"]
     assert {p.environ()["SLURM_NODEID"] for p in engines} == {"0", "1"}
     cluster.command("scancel", "--batch", "--signal=USR1", job_id)
@@ -62,7 +66,7 @@ def test_stopped_preempted_and_completed(cluster: Cluster, job_environment: dict
     assert_nothing_left(f"{job_id}.0")
 
     cluster.release(job_id)
-    wait_for_step(run_dir, stopped["step"] + 1)
+    wait_for_step(cluster, job_id, run_dir, stopped["step"] + 1)
     high = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--wrap=true", cwd=tmp_path)
     wait_for(lambda: cluster.job(job_id).restarts == 2, END_S, "preempted")
     assert cluster.wait(high, END_S).state == "COMPLETED"
@@ -96,7 +100,7 @@ def test_engine_that_dies_fails_the_job(cluster: Cluster, job_environment: dict[
         cwd=tmp_path,
         env=job_environment,
     )
-    wait_for_step(tmp_path / "run", 2)
+    wait_for_step(cluster, job_id, tmp_path / "run", 2)
     engines = [p for p in processes_with("JETRL_TAG", f"{job_id}.0") if p.environ().get("JETRL_ENGINE") == "1"]
     assert engines
     max(engines, key=lambda p: p.memory_info().rss).send_signal(signal.SIGKILL)

@@ -165,6 +165,7 @@ class Cluster:
     def release(self, job_id: str) -> None:
         """A requeued job waits two minutes; not in a test. Returns when it runs, or has run, again."""
         self.wait(job_id, 30, "PENDING")
+        time.sleep(2.5)  # started within the second of its revocation, a job's credential counts as revoked
 
         def started() -> bool:
             self.command("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
