@@ -29,7 +29,7 @@ LOCKS: dict[str, tuple[str, list[str], bool, list[str]]] = {
     "torch.lock": (DEBIAN_12, ["base.txt"], True, ["-c", "cpu.txt"]),
     "cpu.lock": (DEBIAN_12, ["cpu.txt", "nodeps.txt", "dev.txt"], False, []),
     "megatron.lock": (DEBIAN_12, ["nodeps-ignore-python.txt"], False, IGNORE_PYTHON),
-    "gpu-image.lock": (SGLANG_IMAGE, ["gpu-image.txt"], False, []),
+    "gpu-image.lock": (SGLANG_IMAGE, ["gpu-image.txt"], False, IGNORE_PYTHON),
 }
 
 
