@@ -5,7 +5,7 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: help setup quickstart test test-fast fuzz lint docker-lint lock format bench gpu-check clean
+.PHONY: help setup quickstart test test-fast test-nemo fuzz lint docker-lint lock format bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -22,6 +22,13 @@ test: setup  ## every test, files spread over 2 to 4 processes; results in build
 
 test-fast: setup  ## tests without the slow ones
 	$(PY) -m pytest -m "not slow" --durations=10
+
+NEMO_VENV ?= build/nemo-venv
+
+test-nemo: setup  ## tests of launch/nemo, in an environment of their own (about 500 MB)
+	test -x "$(NEMO_VENV)/bin/pip" || $(PY) -m venv "$(NEMO_VENV)"
+	"$(NEMO_VENV)/bin/pip" install --quiet nemo-run==0.11.1 leptonai==0.27.3
+	JETRL_NEMO_PYTHON="$(abspath $(NEMO_VENV))/bin/python" $(PY) -m pytest tests/launch/test_nemo.py
 
 fuzz: setup  ## 10,000 fresh cases of quantizers, GEMM, attention and a whole model
 	JETRL_FUZZ_CASES=2500 $(PY) -m pytest tests/fuzz
