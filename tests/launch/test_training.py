@@ -29,7 +29,7 @@ RUN = (
     "--run-dir",
     "run",
 )
-STEP_S, END_S = 400, 30
+STEP_S, END_S, GRACE_S = 400, 30, 120
 
 
 def wait_for_step(cluster: Cluster, job_id: str, run_dir: Path, step: int) -> None:
@@ -59,7 +59,7 @@ def test_stopped_preempted_and_completed(cluster: Cluster, job_environment: dict
     engines = [p for p in processes_with("JETRL_TAG", f"{job_id}.0") if p.environ().get("JETRL_ENGINE") == "1"]
     assert {p.environ()["SLURM_NODEID"] for p in engines} == {"0", "1"}
     cluster.command("scancel", "--batch", "--signal=USR1", job_id)
-    wait_for(lambda: cluster.job(job_id).restarts == 1, END_S, f"requeued; {log}")
+    wait_for(lambda: cluster.job(job_id).restarts == 1, GRACE_S, f"requeued; {log}")
     stopped = status_of(run_dir)
     assert stopped["phase"] == "stopped"
     assert (run_dir / f"checkpoints/step_{stopped['step']:06d}/trainer_state.json").is_file()
