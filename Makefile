@@ -5,7 +5,8 @@ RUN_DIR ?= runs/quickstart
 export OMP_NUM_THREADS ?= 1
 export VENV
 
-.PHONY: help setup quickstart test test-fast fuzz lint format bench gpu-check gpu-check-kernels bench-gpu clean
+.PHONY: help setup quickstart test test-fast test-launch test-nemo fuzz lint docker-lint lock format bench gpu-check \
+	gpu-check-kernels bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -17,20 +18,38 @@ quickstart: setup  ## tiny model, real Megatron-Core and SGLang, on this machine
 	rm -rf -- "$(RUN_DIR)"
 	$(VENV)/bin/jetrl train configs/quickstart.yaml --run-dir "$(RUN_DIR)"
 
-test: setup  ## every test, files spread over 2 to 4 processes; results in build/junit.xml
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --junitxml=build/junit.xml --durations=25
+test: setup  ## every test but those of launch/, files spread over 2 to 4 processes; results in build/junit.xml
+	$(PY) -m pytest --ignore=tests/launch -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --junitxml=build/junit.xml --durations=25
 
 test-fast: setup  ## tests without the slow ones
 	$(PY) -m pytest -m "not slow" --durations=10
 
+test-launch: setup  ## the launchers on a private two-node Slurm (tools/ci-packages.sh installs it); one test at a time
+	$(PY) -m pytest tests/launch --ignore=tests/launch/test_nemo.py --durations=10
+
+NEMO_VENV ?= build/nemo-venv
+
+test-nemo: setup  ## tests of launch/nemo, in an environment of their own (about 500 MB)
+	test -x "$(NEMO_VENV)/bin/pip" || $(PY) -m venv "$(NEMO_VENV)"
+	"$(NEMO_VENV)/bin/pip" install --quiet nemo-run==0.11.1 leptonai==0.27.3
+	JETRL_NEMO_PYTHON="$(abspath $(NEMO_VENV))/bin/python" $(PY) -m pytest tests/launch/test_nemo.py
+
 fuzz: setup  ## 10,000 fresh cases of quantizers, GEMM, attention and a whole model
 	JETRL_FUZZ_CASES=2500 $(PY) -m pytest tests/fuzz
 
-lint: setup  ## ruff, mypy, import layers
+lint: setup docker-lint  ## ruff, mypy, import layers, shell scripts, Dockerfile
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
+
+docker-lint: setup  ## hadolint for the Dockerfile, shellcheck for every shell script
+	$(VENV)/bin/hadolint Dockerfile
+	$(VENV)/bin/shellcheck --severity=style --shell=bash --external-sources \
+	  launch/*/*.sh launch/slurm/*.sbatch tools/*.sh .ci/run
+
+lock: setup  ## rewrite requirements/*.lock, the hashes that the images install by
+	$(PY) tools/lock.py
 
 format: setup  ## reformat the sources
 	$(PY) -m ruff check --fix .

@@ -3,6 +3,7 @@
 #   PYTHON=python3.12  which interpreter (default: the first of python3.11, 3.12, 3.13, python3 that is 3.11 or newer)
 #   JETRL_SET=cpu|gpu  which set (default: gpu where nvidia-smi lists a GPU)
 #   TORCH_INDEX=URL    an extra package index with CPU builds of torch (smaller than the default CUDA build)
+#   JETRL_LOCKED=1     CPU set with the hashes of requirements/*.lock (Python 3.11, Linux x86_64: the image)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -45,7 +46,12 @@ fi
 rm -f "$stamp"
 pip() { "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
-if [ "$JETRL_SET" = cpu ]; then
+if [ "${JETRL_LOCKED:-0}" = 1 ]; then
+  [ "$JETRL_SET" = cpu ] || { echo "setup: JETRL_LOCKED=1 with JETRL_SET=$JETRL_SET; rule: the locks are of the CPU set" >&2; exit 2; }
+  echo "setup: everything, by hash"
+  pip --no-deps --require-hashes -r requirements/torch.lock
+  pip --no-deps --require-hashes -r requirements/cpu.lock
+elif [ "$JETRL_SET" = cpu ]; then
   echo "setup: torch"
   pip -r requirements/base.txt -c requirements/cpu.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
   echo "setup: libraries"
@@ -57,8 +63,12 @@ else
   pip -r requirements/gpu.txt
 fi
 echo "setup: Megatron-Core, tools, this package"
-pip --no-deps --ignore-requires-python -r requirements/nodeps-ignore-python.txt
-pip -r requirements/dev.txt
+if [ "${JETRL_LOCKED:-0}" = 1 ]; then
+  pip --no-deps --require-hashes --ignore-requires-python -r requirements/megatron.lock
+else
+  pip --no-deps --ignore-requires-python -r requirements/nodeps-ignore-python.txt
+  pip -r requirements/dev.txt
+fi
 pip --no-deps -e .
 
 cuda=$("$VENV/bin/python" -c 'import torch; print(torch.version.cuda or "")')

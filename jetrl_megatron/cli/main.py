@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from jetrl_megatron.cli import convert
+from jetrl_megatron.cli import convert, nodes
 from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
@@ -31,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(convert.app)
+app.add_typer(nodes.app)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML run configuration")]
 OverridesArgument = Annotated[

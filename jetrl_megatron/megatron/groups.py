@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,9 @@ class Ranks:
     expert: int = 0
     expert_size: int = 1
     virtual_size: int = 1  # chunks of the model per pipeline stage
+    node: int = 0
+    num_nodes: int = 1
+    local_rank: int = 0  # among the ranks of this node
 
     @property
     def is_main(self) -> bool:
@@ -84,7 +88,19 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
         expert=parallel_state.get_expert_model_parallel_rank(),
         expert_size=parallel.expert,
         virtual_size=parallel.virtual_pipeline,
+        node=int(os.environ.get("GROUP_RANK", "0")),  # torchrun has one agent, hence one group, per node
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
     )
+
+
+def own_address() -> str:
+    """Numeric address of this node on the network that leads to MASTER_ADDR: host names need not resolve, and the first
+    interface may be the wrong one."""
+    target = socket.getaddrinfo(os.environ["MASTER_ADDR"], 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(target[4])  # chooses a route, sends nothing
+        return str(probe.getsockname()[0])
 
 
 def shutdown() -> None:

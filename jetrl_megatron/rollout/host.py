@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -44,7 +45,7 @@ def main() -> None:
             connection.send(("ok", getattr(host, command)(argument)))
         except (RuntimeError, ValueError) as error:
             connection.send(("refused", f"{type(error).__name__}: {error}"))
-    host.engine.shutdown()
+    host.close()
 
 
 def _die_with_parent(parent: int) -> None:
@@ -61,10 +62,25 @@ class _Host:
 
         self.spec = spec
         self.engine = sglang.Engine(**spec.server_args())
+        self._received: Path | None = None  # the bundle that came over the connection
         self._routes_shape: tuple[int, int, int] | None = None
         if spec.record_routes:
             model = self.engine.tokenizer_manager.model_config.hf_text_config
             self._routes_shape = (-1, model.num_hidden_layers, model.num_experts_per_tok)
+
+    def receive_file(self, argument: tuple[str, bytes]) -> None:
+        """A file of a weight bundle, for a host on another node than the trainer's; older bundles go."""
+        path = Path(argument[0])
+        if self._received is not None and self._received != path.parent:
+            shutil.rmtree(self._received, ignore_errors=True)
+        self._received = path.parent
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(argument[1])
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        if self._received is not None:
+            shutil.rmtree(self._received.parent, ignore_errors=True)
 
     def load_weights(self, argument: tuple[str, int]) -> str:
         """(path of the bundle, version) -> digest of what the engine holds."""

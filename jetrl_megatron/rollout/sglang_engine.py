@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 
 from jetrl_megatron.ops.precision_flow import Graph
 from jetrl_megatron.rollout.engine import Completion, EngineDiedError, EngineRefusedError, EngineSpec, Request
-from jetrl_megatron.rollout.environment import PRECISION_FLOW, engine_environment
+from jetrl_megatron.rollout.host_process import HostProcess, LocalHost, RemoteHost, StarterAddress
 from jetrl_megatron.weights.bundle import Bundle
 
 
 class SglangEngine:
-    """One real `sglang.Engine` in a process of its own."""
+    """One real `sglang.Engine` in a process of its own, on this node or on that of `starter`."""
 
-    def __init__(self, spec: EngineSpec, start_timeout_s: float, request_timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        start_timeout_s: float,
+        request_timeout_s: float,
+        starter: StarterAddress | None = None,
+    ) -> None:
         self._spec = spec
         self._request_timeout_s = request_timeout_s
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(spec.log_file, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "jetrl_megatron.rollout.host", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={
-                    **engine_environment(spec.num_threads, spec.tensor_parallel),
-                    PRECISION_FLOW: str(spec.flow_folder.absolute()),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        theirs.close()
+        try:
+            self._host: HostProcess = RemoteHost(spec, starter) if starter is not None else LocalHost(spec)
+        except (OSError, EOFError) as error:
+            raise EngineDiedError(f"engine could not be started on another node: {error}") from error
+        self._connection = self._host.connection
         self._connection.send(spec)
         self._start_timeout_s = start_timeout_s
         self._started = False
@@ -66,7 +54,9 @@ class SglangEngine:
         return graphs
 
     def load_weights(self, bundle: Bundle) -> None:
-        digest = self._call("load_weights", (str(bundle.path), bundle.version))
+        for command, argument in self._host.deliveries(bundle):
+            self._call(command, argument)
+        digest = self._call("load_weights", (str(self._host.bundle_path(bundle)), bundle.version))
         if digest != bundle.digest:
             raise EngineRefusedError(f"engine digest {digest}, trainer digest {bundle.digest}; the weights differ")
 
@@ -77,19 +67,14 @@ class SglangEngine:
 
     def shutdown(self) -> None:
         """Ask, wait, then kill the whole process group."""
-        try:
+        with contextlib.suppress(OSError):
             self._connection.send(("shutdown", None))
-            self._process.wait(timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            pass
+            self._host.wait()
         self.kill()
 
-    def kill(self) -> None:
-        """SIGKILL to the host and everything it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._connection.close()
+    def kill(self) -> int | None:
+        """SIGKILL to the host and everything it started. Returns its exit code, where known."""
+        return self._host.kill()
 
     def _call(self, command: str, argument: Any) -> Any:
         self.wait_until_started()
@@ -111,9 +96,9 @@ class SglangEngine:
         return value
 
     def _died(self, what: str) -> EngineDiedError:
-        self.kill()
+        code = self.kill()
         tail = self._spec.log_file.read_bytes()[-2000:].decode(errors="replace")
-        return EngineDiedError(f"engine ({what}), exit code {self._process.returncode}, log ends:\n{tail}")
+        return EngineDiedError(f"engine ({what}), exit code {code}, log ends:\n{tail}")
 
 
 class EnginePool:
@@ -121,15 +106,25 @@ class EnginePool:
     requests are sent again: draws are seeded per request, so nothing changes but the time."""
 
     def __init__(
-        self, specs: Sequence[EngineSpec], start_timeout_s: float, request_timeout_s: float, max_restarts: int
+        self,
+        specs: Sequence[EngineSpec],
+        start_timeout_s: float,
+        request_timeout_s: float,
+        max_restarts: int,
+        starters: Sequence[StarterAddress | None] = (None,),
     ) -> None:
+        """starters: of the nodes; engines are dealt over them in turn. None: this node."""
         self._specs = list(specs)
+        self._starters = [starters[i % len(starters)] for i in range(len(self._specs))]
         self._timeouts = (start_timeout_s, request_timeout_s)
         self._restarts_left = max_restarts
         self.num_restarts = 0
         self._bundle: Bundle | None = None
         self._lock = threading.Lock()
-        self._engines = [SglangEngine(spec, *self._timeouts) for spec in self._specs]
+        self._engines = [self._start(i) for i in range(len(self._specs))]
+
+    def _start(self, i: int) -> SglangEngine:
+        return SglangEngine(self._specs[i], *self._timeouts, self._starters[i])
 
     @property
     def engines(self) -> list[SglangEngine]:
@@ -189,6 +184,6 @@ class EnginePool:
                         raise
                     self._restarts_left -= 1
                     self.num_restarts += 1
-                self._engines[i] = SglangEngine(self._specs[i], *self._timeouts)
+                self._engines[i] = self._start(i)
                 if self._bundle is not None:
                     self._engines[i].load_weights(self._bundle)

@@ -1,7 +1,8 @@
 """`jetrl train` on this machine: one supervisor that starts the training ranks; under torchrun or Slurm it joins.
 
 The supervisor is torchrun's elastic agent used as a library. A rank that fails takes the others down; a supervisor
-that is killed takes its ranks along (PDEATHSIG in every rank).
+or torchrun agent that is killed takes its ranks along (PDEATHSIG in every rank). SIGUSR1 to the supervisor asks the run
+to stop after its current step.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from pathlib import Path
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import RunConfig, dump_config
 from jetrl_megatron.trainer.files import CONFIG_FILE
-from jetrl_megatron.trainer.worker import Task, run
+from jetrl_megatron.trainer.worker import Task, run, tie_to_launcher
 
 
 def launch(cfg: RunConfig, run_dir: Path, task: Task) -> int:
     """Run to the end. Returns the exit code: 0 done, 2 a user's error, 1 a failure."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        tie_to_launcher()
         return run(cfg, run_dir, task)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomic(run_dir / CONFIG_FILE, dump_config(cfg))
@@ -30,6 +32,10 @@ def _supervise(cfg: RunConfig, run_dir: Path, task: Task) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from jetrl_megatron.trainer.stop import forget_request, request_on_signal
+
+    forget_request(run_dir)
+    request_on_signal(run_dir)
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # third-party deprecations, dozens a start
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.trainer.num_threads))
     num_ranks = cfg.parallel.model_size * (cfg.parallel.data or cfg.parallel.least_data)

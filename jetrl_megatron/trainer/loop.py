@@ -14,14 +14,17 @@ from jetrl_megatron.trainer.phases import Phases
 from jetrl_megatron.trainer.precision_flow import check_at_start
 from jetrl_megatron.trainer.session import Session
 from jetrl_megatron.trainer.step_metrics import mismatch_metrics, rates, sample_metrics
+from jetrl_megatron.trainer.stop import mark_stopped, stop_requested
 from jetrl_megatron.trainer.update import attach_logprobs, make_batches, update_policy
 
 StepCallback = Callable[[int, dict[str, Any]], None]
 
 
-def train(session: Session, on_step: StepCallback) -> None:
-    """Run all remaining steps. Raises PrecisionFlowError, MismatchError, SyncError, FloatingPointError,
-    EngineDiedError."""
+def train(session: Session, on_step: StepCallback) -> bool:
+    """Run all remaining steps; False: asked to stop before the last one, with a checkpoint of the last step done.
+
+    Raises PrecisionFlowError, MismatchError, SyncError, FloatingPointError, EngineDiedError.
+    """
     cfg = session.cfg
     session.sync.publish(session.policy.precision.version.value)
     check_at_start(session)
@@ -39,7 +42,8 @@ def train(session: Session, on_step: StepCallback) -> None:
             metrics = update_policy(session, updates, mismatch)
         with phases("sync"):
             report = session.sync.publish(session.policy.precision.version.value)
-        if cfg.checkpoint.every_steps and step % cfg.checkpoint.every_steps == 0:
+        saved = bool(cfg.checkpoint.every_steps) and step % cfg.checkpoint.every_steps == 0
+        if saved:
             with phases("save"):
                 save(session, step)
         if cfg.eval.every_steps and step % cfg.eval.every_steps == 0:
@@ -50,6 +54,17 @@ def train(session: Session, on_step: StepCallback) -> None:
         metrics |= {"time/quantize_s": report.quantize_s, "time/sync_s": report.transfer_s}
         metrics |= rates(samples, phases.times())
         finish_step(session, step, metrics, samples, on_step)
+        if step < cfg.trainer.num_steps and stop_requested(session.run_dir, session.ranks.is_main):
+            stop(session, step, saved)
+            return False
+    return True
+
+
+def stop(session: Session, step: int, saved: bool) -> None:
+    if not saved:
+        save(session, step)
+    if session.ranks.is_main:
+        mark_stopped(session.run_dir, step)
 
 
 def save(session: Session, step: int) -> None:

@@ -23,7 +23,7 @@ from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.backends import active_name, use_backend
 from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
 from jetrl_megatron.megatron.gather import load_hf, load_megatron
-from jetrl_megatron.megatron.groups import Ranks, initialize
+from jetrl_megatron.megatron.groups import Ranks, initialize, own_address
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy, build_policy
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
@@ -33,6 +33,7 @@ from jetrl_megatron.rl.data import PromptSource
 from jetrl_megatron.rl.rewards import Scorer
 from jetrl_megatron.rl.warmstart import make_model
 from jetrl_megatron.rollout.engine import EngineSpec
+from jetrl_megatron.rollout.host_process import HostStarter, StarterAddress
 from jetrl_megatron.rollout.sglang_engine import EnginePool
 from jetrl_megatron.sync.weight_sync import WeightSync
 from jetrl_megatron.trainer import files
@@ -83,7 +84,8 @@ def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     prompts = PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if ranks.is_main else None
     policy = _policy(cfg, ModelDims.from_hf(first.config), ranks, cfg.trainer.recompute)
     first.load(policy)
-    engines = _start_engines(cfg, run_dir, first.config) if ranks.is_main else None
+    starters = _engine_starters(cfg, ranks)
+    engines = _start_engines(cfg, run_dir, first.config, starters) if ranks.is_main else None
     try:
         return _finish(cfg, run_dir, resume, first, tokenizer, prompts, policy, engines)
     except BaseException:
@@ -189,8 +191,20 @@ def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> P
     return build_policy(dims, cfg.parallel, ranks, linear, recompute)
 
 
-def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> EnginePool:
-    """Start all engine processes without waiting for them."""
+def _engine_starters(cfg: RunConfig, ranks: Ranks) -> list[StarterAddress | None]:
+    """Of every node that gets an engine, in order; None for rank 0's own. Elsewhere the first rank starts hosts."""
+    if ranks.num_nodes == 1 or cfg.rollout.num_engines == 1:
+        return [None]
+    serves = ranks.local_rank == 0 and 0 < ranks.node < cfg.rollout.num_engines
+    found: list[tuple[int, StarterAddress] | None] = [None] * ranks.world_size
+    dist.all_gather_object(found, (ranks.node, HostStarter(own_address()).address) if serves else None)
+    return [None, *(address for _, address in sorted((f for f in found if f is not None), key=lambda f: f[0]))]
+
+
+def _start_engines(
+    cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any], starters: list[StarterAddress | None]
+) -> EnginePool:
+    """Start all engine processes without waiting for them, dealt over the nodes."""
     rollout = cfg.rollout
     model_dir = run_dir / files.ENGINE_MODEL
     model_dir.mkdir(parents=True, exist_ok=True)
@@ -220,7 +234,7 @@ def _start_engines(cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any]) -> 
         )
         for i in range(rollout.num_engines)
     ]
-    return EnginePool(specs, rollout.start_timeout_s, rollout.request_timeout_s, rollout.max_restarts)
+    return EnginePool(specs, rollout.start_timeout_s, rollout.request_timeout_s, rollout.max_restarts, starters)
 
 
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:

@@ -64,8 +64,8 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
     session = open_session(cfg, run_dir, resume)
     try:
         with Progress(cfg, enabled=cfg.logging.progress and session.ranks.is_main) as progress:
-            train(session, progress.on_step)
-        if cfg.checkpoint.export_hf:
+            complete = train(session, progress.on_step)
+        if complete and cfg.checkpoint.export_hf:
             tensors = export_bf16(session.policy)
             if session.ranks.is_main:
                 config = read_json(session.model_dir / CONFIG)
@@ -74,9 +74,10 @@ def _train(cfg: RunConfig, run_dir: Path, resume: bool) -> None:
                 for _ in tensors:
                     pass
         if session.ranks.is_main:
-            files.write_status(run_dir, cfg.trainer.num_steps, "done")
+            if complete:
+                files.write_status(run_dir, cfg.trainer.num_steps, "done")
             write_report(run_dir)
-            print(summarize(run_dir))
+            print(summarize(run_dir) if complete else "jetrl: stopped as asked; --resume continues")
     finally:
         session.close()
     shutdown()
@@ -101,6 +102,13 @@ def _precision_flow(cfg: RunConfig, run_dir: Path) -> None:
     shutdown()
 
 
+def tie_to_launcher() -> None:
+    """This rank ends with the process that started it, and its children with it, even under SIGKILL: orphans would
+    hold GPU memory, and the output that the job waits for. Call it in the main thread, before other processes start."""
+    _take_children_along()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def _take_children_along() -> None:
     """A small process waits for this rank to end, however it ends, and then kills what is left of its process group:
     checkpoint writing starts a server process that would otherwise outlive a SIGKILL."""
@@ -120,8 +128,7 @@ def _take_children_along() -> None:
 
 
 def main() -> Any:
-    _take_children_along()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed supervisor takes its ranks along
+    tie_to_launcher()
     run_dir = Path(sys.argv[1])
     sys.exit(run(load_config(run_dir / files.CONFIG_FILE, []), run_dir, cast(Task, sys.argv[2])))
 
