@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from jetrl_megatron.config.checkpoint_files import METADATA
 from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint, Place, places, written_places
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
-from jetrl_megatron.weights.convert.job import Job, Output, Part
+from jetrl_megatron.weights.convert.job import Job, Output, Part, start_writeback
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files
 from jetrl_megatron.weights.convert.memory import Memory, cut_rows, own_storage
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, Source, Weight
@@ -139,6 +139,8 @@ def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
                         "length": file.tell() - start,
                     }
                 )
+            file.flush()
+            start_writeback(file)
     return written
 
 

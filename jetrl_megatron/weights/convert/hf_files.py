@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_megatron.weights.convert.job import Output, Part, Step
+from jetrl_megatron.weights.convert.job import Output, Part, Step, start_writeback
 from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, QUANT_CONFIG, byte_view
 from jetrl_megatron.weights.io import DEFAULT_MAX_SHARD_BYTES, carry_files, shard_names, write_config, write_index
@@ -33,6 +33,8 @@ def write_safetensors(folder: Path, part: Part) -> None:
         for step in part.steps:
             for slot, chunk in step.chunks(memory):
                 _write_all(files[slot], chunk)
+            for file in files:
+                start_writeback(file)
         assert [file.tell() for file in files] == ends, "chunks do not fill their tensors"
 
 
