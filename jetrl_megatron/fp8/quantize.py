@@ -78,12 +78,10 @@ def quantize_rows(x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
         return Fp8Tensor(data, scale, fmt)
     groups = _groups(x)
     amax = groups.abs().amax(-1)
-    if fmt.granularity == "channel":
-        amax = amax.amax(-1, keepdim=True).expand_as(amax)
-    elif fmt.granularity == "tensor" and amax.numel():
-        amax = amax.amax().expand_as(amax)
+    if fmt.granularity != "block" and amax.numel():
+        amax = (amax.amax(-1, keepdim=True) if fmt.granularity == "channel" else amax.amax()).expand_as(amax)
     scale = scale_from_amax(amax.contiguous(), fmt.scale_format)
-    data = _encode(groups, scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
+    data = _encode(groups, scale).flatten(1)[:, : x.shape[1]]
     return Fp8Tensor(data.contiguous(), scale, fmt)
 
 
@@ -120,7 +118,7 @@ def quantize_weight(
         scale[part.rows] = scale_from_amax(_shared_amax(row_amax[part.rows], part, fmt, share_amax), fmt.scale_format)
     if compiled.usable(weight):
         return Fp8Tensor(compiled.encode(weight, scale), scale, fmt)
-    data = _encode(_groups(weight), scale).reshape(weight.shape[0], -1)[:, : weight.shape[1]]
+    data = _encode(_groups(weight), scale).flatten(1)[:, : weight.shape[1]]
     return Fp8Tensor(data.contiguous(), scale, fmt)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Weight, GridSlice, fp8_linear, quantize_weight, whole
+from jetrl_megatron.fp8.format import Granularity
 from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed
 from jetrl_megatron.weights.plan import ConversionPlan
 from jetrl_megatron.weights.rules import Rule
@@ -218,3 +219,19 @@ def test_dgrad_of_fused_qkv(head_dim: int, tp: int, rank: int) -> None:
             group = torch.from_numpy(fake_quantize(dy[:, rows].float().numpy()))
             expected += group @ quantized[rows]
     assert rel_error(dx, expected) < 2.0**-8
+
+
+@pytest.mark.parametrize("granularity", ["block", "channel", "tensor"])
+def test_an_expert_without_tokens(granularity: Granularity) -> None:
+    """No rows: an empty result, and gradients of zeros, in every granularity."""
+    fmt = Fp8Format(granularity)
+    master = torch.randn(256, 384).bfloat16().requires_grad_()
+    weight = Fp8Weight.of(quantize_weight(master, fmt), whole(256))
+    x = torch.empty(0, 384, dtype=torch.bfloat16, requires_grad=True)
+    y = fp8_linear(x, master, weight, Fp8Recipe(fmt))
+    y.sum().backward()
+    assert y.shape == (0, 256)
+    assert x.grad is not None
+    assert x.grad.shape == (0, 384)
+    assert master.grad is not None
+    assert not master.grad.any()
