@@ -144,3 +144,20 @@ def test_wrong_direction_and_layouts(tmp_path: Path, models: Models) -> None:
         code, said = run(*arguments, "--out", out)
         assert (code, message in said) == (2, True), said
     assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+
+
+def test_stacked_fp8_experts(tmp_path: Path, models: Models) -> None:
+    """Experts stacked in one FP8 tensor, with one scale tensor for all of them."""
+    folder = tmp_path / "hf"
+    bf16_to_fp8(models("qwen3_moe"), folder).run()
+    held = load_file(folder / "model.safetensors")
+    experts = "model.layers.0.mlp.experts"
+    for kind, stacked in (("weight", f"{experts}.down_proj"), ("weight_scale_inv", f"{experts}.down_proj_scale_inv")):
+        parts = [held.pop(f"{experts}.{i}.down_proj.{kind}").view(torch.uint8) for i in range(8)]
+        dtype = torch.float8_e4m3fn if kind == "weight" else torch.float32
+        held[stacked] = torch.stack(parts).view(dtype)
+    save_file(held, folder / "model.safetensors")
+    code, said = run("fp8-to-bf16", "--hf", folder, "--out", tmp_path / "out")
+    assert code == 2, said
+    assert f"{experts}.0.down_proj.weight_scale_inv: missing" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
