@@ -16,6 +16,7 @@ from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
+from jetrl_megatron.cli.plan import plan
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
@@ -31,10 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(convert.app)
+app.command()(plan)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML run configuration")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, e.g. trainer.num_steps=20")
+    list[str] | None,
+    typer.Argument(metavar="[PART.yaml | KEY=VALUE]...", help="parts and overrides, e.g. trainer.num_steps=20"),
 ]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder; default runs/<name>")]
 
