@@ -163,9 +163,12 @@ def doctor(
     require_gpu: Annotated[
         bool, typer.Option("--require-gpu", help="exit 1 unless FP8 tensor cores would be used")
     ] = False,
+    port: Annotated[
+        list[int] | None, typer.Option("--port", min=1, max=65535, help="a port that must be free; may be repeated")
+    ] = None,
 ) -> None:
-    """Report versions, hardware and limits, and the FP8 backend that a run would use."""
-    report = collect()
+    """Report versions, plugins, hardware, limits and ports, and the FP8 backend that a run would use."""
+    report = collect(port or [])
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines(report)))
     if require_gpu and report["fp8_backend"] == "emulated":
         print(f"error: no FP8 GPU backend: {report['fp8_backend_reason']}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 import yaml
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from jetrl_megatron import ops
 from jetrl_megatron.config import ModelDims, RunConfig
-from jetrl_megatron.config.capacity.activations import layers_bytes
+from jetrl_megatron.config.capacity.activations import LOGITS_COPIES, layers_bytes
 from jetrl_megatron.config.capacity.layout import Layout
 from jetrl_megatron.config.capacity.memory import training_state
 from jetrl_megatron.config.capacity.weights import kv_bytes_per_token
@@ -140,6 +143,25 @@ def test_saved_activations_are_those_of_autograd(trained: tuple[Trainable, str, 
     planned = layers_bytes(dims, ALONE, _config(precision).precision, batch.num_tokens, recompute=False)
     rope_tables = dims.num_layers * batch.num_tokens * 2 * 2 * 4 * (dims.head_dim // 2)
     assert planned - rope_tables == saved
+
+
+def test_logits_peak_is_that_of_the_allocator() -> None:
+    """Peak of lm_head, log-prob and their backward, from the allocator's own events: LOGITS_COPIES times the fp32
+    logits, within 1 %."""
+    rows, vocab, hidden = 256, 20000, 64
+    x = torch.randn(rows, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(vocab, hidden, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(vocab, hidden)  # type: ignore[attr-defined]
+    prepared, targets = ops.ExactWeight.of(weight), torch.randint(0, vocab, (rows,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        logits = ops.lm_head(x, weight, prepared)
+        logprobs = ops.logprob(logits, targets, 1.0)
+        del logits
+        logprobs.sum().backward()
+    assert profiled.profiler is not None
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = list(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    assert max(held) == pytest.approx(LOGITS_COPIES * 4 * rows * vocab, rel=0.01)
 
 
 POOL = """

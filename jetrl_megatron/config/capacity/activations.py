@@ -63,8 +63,11 @@ def layers_bytes(dims: ModelDims, layout: Layout, precision: PrecisionConfig, to
 
 
 def logits_bytes(dims: ModelDims, layout: Layout, response_tokens: int) -> int:
-    """The last stage, for all response tokens of a micro-batch: gathered fp32 logits with LOGITS_COPIES, the final
-    norm's input and the picked rows, and this rank's gradient in bf16 and fp32 for dW."""
+    """The last stage, for all response tokens of a micro-batch: the larger of two moments in backward, and the final
+    norm's input and the picked rows. First gathered fp32 logits with LOGITS_COPIES; then, for dW of lm_head, this
+    rank's gradient in fp32, bf16 and fp32 again, and dW in fp32 before it is added to main_grad."""
     vocab = dims.padded_vocab_size(layout.tensor)
-    gradient = (2 + 4) * vocab // layout.tensor + 4 * dims.hidden_size
-    return response_tokens * (LOGITS_COPIES * 4 * vocab + gradient + 2 * 2 * dims.hidden_size)
+    own = vocab // layout.tensor
+    softmax = LOGITS_COPIES * 4 * vocab * response_tokens
+    weight_grad = (4 + 2 + 4) * own * response_tokens + 4 * own * dims.hidden_size
+    return max(softmax, weight_grad) + response_tokens * 2 * 2 * dims.hidden_size
