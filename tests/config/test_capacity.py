@@ -86,6 +86,21 @@ def test_every_shipped_model_has_the_published_parameters() -> None:
 
 
 @pytest.mark.parametrize("model", RUNS)
+def test_shards_and_stages_hold_the_model_once(model: str) -> None:
+    """Over tensor-parallel and pipeline ranks, with expert parallelism: shards add up to the published parameters;
+    norms and the router are whole on every tensor-parallel rank."""
+    cfg, dims = load(model, "math_8k", "fp8", 8)
+    one = resolve_layout(cfg, 8)
+    for t, p, e in itertools.product((1, 2, 4), (1, 2, 4), (1, 4) if dims.moe else (1,)):
+        layout = replace(one, tensor=t, pipeline=p, expert=e)
+        total = 0
+        for w in (w for stage in range(p) for w in stage_weights(dims, layout, stage)):
+            copies = 1 if w.name in ("norms", "qk_norms", "router", "final_norm") else e if w.expert else t
+            total += copies * w.numel
+        assert total == PUBLISHED[model], (t, p, e)
+
+
+@pytest.mark.parametrize("model", RUNS)
 def test_every_combination_is_planned(model: str) -> None:
     """Run x recipe x precision x layout loads, breaks no rule of the model's dims, and has the documented verdict."""
     load_config(CONFIGS / "runs" / f"{model}.yaml")  # complete by itself
