@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from jetrl_megatron import ops
 from jetrl_megatron.config import ModelDims, RunConfig
-from jetrl_megatron.config.capacity.activations import LOGITS_COPIES, layers_bytes
+from jetrl_megatron.config.capacity.activations import LOGITS_COPIES, layer_bytes_per_token, layers_bytes
 from jetrl_megatron.config.capacity.layout import Layout
 from jetrl_megatron.config.capacity.memory import training_state
 from jetrl_megatron.config.capacity.weights import kv_bytes_per_token
@@ -145,6 +145,20 @@ def test_saved_activations_are_those_of_autograd(trained: tuple[Trainable, str, 
     assert planned - rope_tables == saved
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_recompute_keeps_the_inputs_of_the_layers(family: str, tmp_path: Path) -> None:
+    """With full recompute autograd keeps one bf16 [T, H] per layer and nothing else of the layers, exactly."""
+    join_alone()
+    path = calm_model(tmp_path, family, seed=3, vocab_size=509)
+    linear = LinearPrecision(True, Fp8Recipe())
+    policy = load_policy(path, one_rank(), ParallelConfig(), linear, recompute=True)
+    trainable = make_trainable(policy, OptimizerConfig(lr=1e-3), 10)
+    saved = _saved_bytes(trainable)
+    dims, precision, tokens = policy.dims, _config("fp8").precision, _batch(policy)[0].num_tokens
+    one_layer = tokens * sum(layer_bytes_per_token(dims, ALONE, precision).values())
+    assert layers_bytes(dims, ALONE, precision, tokens, recompute=True) - one_layer == saved
+
+
 def test_logits_peak_is_that_of_the_allocator() -> None:
     """Peak of lm_head, log-prob and their backward, from the allocator's own events: LOGITS_COPIES times the fp32
     logits, within 1 %."""
@@ -173,6 +187,7 @@ print(sum(buffer.nbytes for buffer in [*pool.k_buffer, *pool.v_buffer]))
 """
 
 
+@pytest.mark.slow
 def test_kv_bytes_are_those_of_sglang() -> None:
     """SGLang's own KV pool with the dims of Qwen3-0.6B holds `kv_bytes_per_token` per slot (63 slots and a padding
     one), whole and at TP 2."""
