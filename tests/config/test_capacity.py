@@ -26,7 +26,7 @@ RECIPES = ("math_8k", "deepmath_16k", "dapo_20k")
 PRECISIONS = ("bf16", "fp8_rollout_tis", "fp8")
 GPUS = (8, 16, 32, 64)
 
-# Parameters as the checkpoints on the Hugging Face hub count them.
+# Parameters of the checkpoints as generally known (written down from memory, no file at hand); not from the code.
 PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "qwen2.5-0.5b": 494_032_768,
@@ -41,7 +41,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.1-8b": 8_030_261_248,
 }
-# Whether 8, 16, 32, 64 H100s of 80 GiB hold it, per precision: the table of docs/planning.md.
+# Whether 8, 16, 32, 64 H100s of 80 GiB hold it, per precision: the table of docs/planning.md, made by the plan itself.
 FITS = {
     ("qwen3-8b", "math_8k"): ("1111", "1111", "1111"),
     ("qwen3-8b", "deepmath_16k"): ("1111", "1111", "0111"),
