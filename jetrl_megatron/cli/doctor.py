@@ -6,10 +6,12 @@ import os
 import platform
 import resource
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+from jetrl_megatron.cli import machine
 from jetrl_megatron.cli.hardware import FP8_CAPABILITY, find_gpus, fp8_backend, has_nvcc
 
 # what we call it -> distributions that provide it, the first one installed counts
@@ -21,6 +23,14 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "deep_gemm": ("sgl-deep-gemm", "deep-gemm", "deep_gemm"),
     "transformer-engine": ("transformer-engine", "transformer_engine"),
+    "jetrl-megatron": ("jetrl-megatron",),
+    "apex": ("apex",),
+    "flash-attn": ("flash-attn", "flash_attn"),
+    "numpy": ("numpy",),
+    "pydantic": ("pydantic",),
+    "safetensors": ("safetensors",),
+    "datasets": ("datasets",),
+    "math-verify": ("math-verify",),
 }
 REQUIRED = ("torch", "megatron-core", "sglang", "transformers", "triton")
 ENTRY_POINTS = {
@@ -28,7 +38,8 @@ ENTRY_POINTS = {
     "sglang.srt.plugins": ("jetrl", "jetrl_megatron.rollout.plugin:register"),
 }
 MIN_NOFILE = 4096
-MIN_SHM_BYTES = 1 << 30
+MIN_SHM_BYTES = MIN_DISK_BYTES = 1 << 30
+MAX_IDLE_MIB = 1024  # of a GPU that nobody uses
 GIB = 1 << 30
 
 
@@ -47,8 +58,9 @@ def has_deep_gemm() -> bool:
     return installed("deep_gemm") is not None and has_nvcc()
 
 
-def collect() -> dict[str, Any]:
-    """The whole report as JSON-able data. Imports torch (for gloo and the CUDA build) where it is installed."""
+def collect(ports: Sequence[int] = ()) -> dict[str, Any]:
+    """The whole report as JSON-able data. Imports torch (for gloo, NCCL and the CUDA build) where it is installed, and
+    the modules of our entry points. ports: those that must be free."""
     gpus = find_gpus()
     versions = {name: installed(name) for name in DISTRIBUTIONS}
     backend, reason = fp8_backend(gpus, has_deep_gemm())
@@ -75,12 +87,27 @@ def collect() -> dict[str, Any]:
         "memlock_bytes": _limit(resource.RLIMIT_MEMLOCK),
         "shm_free_bytes": _free(Path("/dev/shm")),
         "disk_free_bytes": _free(Path.cwd()),
+        "entry_point_faults": {group: machine.load_fault(group, *spec) for group, spec in ENTRY_POINTS.items()},
+        "nccl": None,
+        "torch_float8": False,
+        "gpu_use": machine.gpu_use(),
+        "shm_total_bytes": machine.total_bytes(Path("/dev/shm")),
+        "memory_available_bytes": machine.memory_bytes(),
+        "nofile_hard": _limit(resource.RLIMIT_NOFILE, hard=True),
+        "memlock_hard_bytes": _limit(resource.RLIMIT_MEMLOCK, hard=True),
+        "ephemeral_ports": machine.ephemeral_ports(),
+        "ports_checked": list(ports),
+        "ports_busy": machine.busy_ports(ports),
+        "clock": machine.clock(),
     }
     if versions["torch"] is not None:
         import torch
 
         report["torch_cuda_build"] = torch.version.cuda
         report["gloo"] = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+        report["torch_float8"] = hasattr(torch, "float8_e4m3fn")
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     report["problems"] = problems(report)
     return report
 
@@ -105,6 +132,25 @@ def problems(report: dict[str, Any]) -> list[str]:
     elif report["shm_free_bytes"] < MIN_SHM_BYTES:
         free = report["shm_free_bytes"] / GIB
         found.append(f"/dev/shm: {free:.1f} GiB free; fix: enlarge it (docker run --shm-size) or set sync.staging_dir")
+    return found + _machine_problems(report)
+
+
+def _machine_problems(report: dict[str, Any]) -> list[str]:
+    found = [
+        f"entry point {group}: registered, but cannot be loaded ({fault}); fix: make setup"
+        for group, fault in report["entry_point_faults"].items()
+        if fault is not None and report["entry_points"][group]
+    ]
+    if report["gpus"] and report["nccl"] is None:
+        found.append("nccl: torch has none on a machine with GPUs; fix: install the CUDA build of torch")
+    if report["gpus"] and report["memlock_bytes"] is not None:
+        found.append(f"memlock: {report['memlock_bytes']} bytes; rule: unlimited with GPUs; fix: ulimit -l unlimited")
+    for index, used in enumerate(report["gpu_use"]["used_mib"]):
+        if used > MAX_IDLE_MIB:
+            found.append(f"GPU {index}: {used} MiB in use; rule: idle before a run; fix: end what runs there")
+    if report["disk_free_bytes"] is not None and report["disk_free_bytes"] < MIN_DISK_BYTES:
+        found.append(f"disk: {_gib(report['disk_free_bytes'])} free here; fix: run from a folder with space")
+    found += [f"port {port}: in use; rule: free; fix: another port" for port in report["ports_busy"]]
     return found
 
 
@@ -125,7 +171,23 @@ def lines(report: dict[str, Any]) -> list[str]:
     out.append(f"cores: {report['cores']}")
     out.append(f"nofile: {_unlimited(report['nofile'])}, memlock: {_unlimited(report['memlock_bytes'])} bytes")
     out.append(f"/dev/shm free: {_gib(report['shm_free_bytes'])}, disk free here: {_gib(report['disk_free_bytes'])}")
+    out += _machine_lines(report)
     out += [f"problem: {p}" for p in report["problems"]] or ["no problems found"]
+    return out
+
+
+def _machine_lines(report: dict[str, Any]) -> list[str]:
+    use, times = report["gpu_use"], report["clock"]
+    out = [f"entry point {g}: {f if f else 'can be loaded'}" for g, f in report["entry_point_faults"].items()]
+    out.append(f"NCCL: {report['nccl'] or 'none'}, torch float8: {'yes' if report['torch_float8'] else 'no'}")
+    if use["driver"]:
+        out.append(f"NVIDIA driver {use['driver']}, MiB in use per GPU: {use['used_mib']}")
+    out.append(f"/dev/shm size: {_gib(report['shm_total_bytes'])}, memory: {_gib(report['memory_available_bytes'])}")
+    hard = f"nofile {_unlimited(report['nofile_hard'])}, memlock {_unlimited(report['memlock_hard_bytes'])} bytes"
+    out.append(f"hard limits: {hard}")
+    out.append(f"ephemeral ports: {report['ephemeral_ports'] or 'unknown'}, ports checked: {report['ports_checked']}")
+    synchronized = {True: "synchronized", False: "NOT synchronized", None: "synchronization unknown"}
+    out.append(f"clock: {times['unix_s']:.0f} s since 1970, {synchronized[times['synchronized']]}")
     return out
 
 
@@ -148,10 +210,10 @@ def _registered(group: str, name: str, target: str) -> bool:
     return any(e.name == name and e.value == target for e in entry_points(group=group))
 
 
-def _limit(kind: int) -> int | None:
-    """Soft limit; None: unlimited."""
-    soft, _ = resource.getrlimit(kind)
-    return None if soft == resource.RLIM_INFINITY else soft
+def _limit(kind: int, hard: bool = False) -> int | None:
+    """Soft or hard limit; None: unlimited."""
+    value = resource.getrlimit(kind)[1 if hard else 0]
+    return None if value == resource.RLIM_INFINITY else value
 
 
 def _free(folder: Path) -> int | None:

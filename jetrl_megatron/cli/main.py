@@ -16,6 +16,7 @@ from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
+from jetrl_megatron.cli.plan import plan
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
@@ -32,10 +33,12 @@ app = typer.Typer(
 )
 app.add_typer(convert.app)
 app.add_typer(nodes.app)
+app.command()(plan)
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML run configuration")]
 OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="overrides, e.g. trainer.num_steps=20")
+    list[str] | None,
+    typer.Argument(metavar="[PART.yaml | KEY=VALUE]...", help="parts and overrides, e.g. trainer.num_steps=20"),
 ]
 RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder; default runs/<name>")]
 
@@ -161,9 +164,12 @@ def doctor(
     require_gpu: Annotated[
         bool, typer.Option("--require-gpu", help="exit 1 unless FP8 tensor cores would be used")
     ] = False,
+    port: Annotated[
+        list[int] | None, typer.Option("--port", min=1, max=65535, help="a port that must be free; may be repeated")
+    ] = None,
 ) -> None:
-    """Report versions, hardware and limits, and the FP8 backend that a run would use."""
-    report = collect()
+    """Report versions, plugins, hardware, limits and ports, and the FP8 backend that a run would use."""
+    report = collect(port or [])
     typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines(report)))
     if require_gpu and report["fp8_backend"] == "emulated":
         print(f"error: no FP8 GPU backend: {report['fp8_backend_reason']}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""YAML file + `a.b=value` overrides -> RunConfig, with every fault told as `KEY: VALUE; rule: ...; fix: ...`."""
+"""YAML file + parts + `a.b=value` overrides -> RunConfig, every fault told as `KEY: VALUE; rule: ...; fix: ...`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ PATH_KEYS = (("model", "path"), ("data", "path"), ("eval", "path"), ("sync", "st
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, apply `overrides` (`a.b=value`, value parsed as YAML) from left to right, and validate.
+    """Read `path`, apply `overrides` from left to right, and validate.
+
+    An override is `a.b=value` (the value parsed as YAML), or a YAML file with some keys of the schema (a part: a
+    precision, a layout, ...), whose values replace those of the same keys.
 
     Relative paths in the configuration stay relative to the current directory; a leading `~` is expanded.
     Raises ConfigError: missing or unreadable file, YAML fault, unknown key, wrong type, broken rule.
@@ -67,7 +70,19 @@ def _parse(text: str, source: str) -> Any:
     raise ConfigError([Violation("config", where, f"valid YAML ({problem})", "correct that line")])
 
 
+def _merge(data: dict[str, Any], part: dict[str, Any]) -> None:
+    """Set every leaf of `part`; sections are merged, anything else (lists, model.architecture) is replaced."""
+    for section, values in part.items():
+        if isinstance(values, dict) and isinstance(data.get(section), dict):
+            data[section] = {**data[section], **values}
+        else:
+            data[section] = values
+
+
 def _apply(data: dict[str, Any], override: str) -> None:
+    if "=" not in override and override.endswith((".yaml", ".yml")):
+        _merge(data, _read(Path(override)))
+        return
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):

@@ -194,6 +194,41 @@ def test_doctor_reports_what_pip_metadata_says() -> None:
     assert (report["fp8_backend"] == "emulated") or report["gpus"]
 
 
+def test_doctor_says_what_the_machine_says() -> None:
+    """Ports, limits and sizes against the operating system's own answers; keys that launch scripts read stay."""
+    import resource
+    import socket
+    import time
+
+    with socket.socket() as server, socket.socket() as unused:
+        server.bind(("", 0))
+        server.listen()
+        unused.bind(("", 0))
+        busy, free = server.getsockname()[1], unused.getsockname()[1]
+        unused.close()
+        done = jetrl("doctor", "--json", "--port", str(busy), "--port", str(free))
+    report = json.loads(done.stdout)
+    assert report["ports_checked"] == [busy, free]
+    assert report["ports_busy"] == [busy]
+    assert f"port {busy}: in use; rule: free; fix: another port" in report["problems"]
+    assert set(report["entry_point_faults"].values()) == {None}
+    assert all(report["entry_points"].values())
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert report["nofile_hard"] == (None if hard == resource.RLIM_INFINITY else hard)
+    assert abs(report["clock"]["unix_s"] - time.time()) < 120
+    assert report["shm_total_bytes"] >= report["shm_free_bytes"]
+    assert len(report["gpu_use"]["used_mib"]) == len(report["gpus"])
+    stable = "python versions entry_points torch_cuda_build gloo gpus fp8_backend fp8_backend_reason cpu_kernels cores"
+    assert {*stable.split(), "nofile", "memlock_bytes", "shm_free_bytes", "disk_free_bytes"} <= set(report)
+
+
+def test_doctor_names_an_entry_point_that_cannot_be_loaded() -> None:
+    from jetrl_megatron.cli.machine import load_fault
+
+    assert load_fault("sglang.srt.plugins", "jetrl", "jetrl_megatron.rollout.plugin:register") is None
+    assert load_fault("sglang.srt.plugins", "jetrl", "elsewhere:register") == "not registered"
+
+
 def test_import_gguf_of_nothing(tmp_path: Path) -> None:
     assert_user_error(jetrl("import-gguf", str(tmp_path / "no.gguf"), str(tmp_path / "out")), "no.gguf", "existing")
 
