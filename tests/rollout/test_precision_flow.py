@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Tensor, gemm_nt, linear, quantize_rows
+from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Tensor, emulated, gemm_nt, quantize_rows
 from jetrl_megatron.fp8.gemm import PreparedWeight
 from jetrl_megatron.ops.precision_flow import Graph, describe
 from jetrl_megatron.rollout.engine import Completion
@@ -170,7 +170,7 @@ def _logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
 def _fp32_linear(x: Tensor, _master: Tensor, weight: Any, *_how: Any) -> Tensor:
     """The same FP8 bytes and scales, multiplied in fp32 by BLAS in an order of its own."""
-    quantized = linear.quantize_rows(x.flatten(0, -2), weight.quantized.format)
+    quantized = quantize_rows(x.flatten(0, -2), weight.quantized.format)
     y = F.linear(quantized.dequantize(), weight.quantized.dequantize())
     return y.to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -191,7 +191,7 @@ def _other_quantizer(patch: pytest.MonkeyPatch) -> None:
         quantized = replace(made, data=data, quantizer="divide")
         return gemm_nt(quantized, b, num_segments).to(dtype), quantized
 
-    patch.setattr(linear, "quantized_matmul", divide)
+    patch.setattr(emulated, "quantized_matmul", divide)
 
 
 # name: (alteration of the trainer, modules that the graph must name, largest mismatch that it may cause). Seen: logprob

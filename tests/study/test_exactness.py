@@ -12,6 +12,7 @@ import pytest
 from jetrl_megatron.config import ModelDims, RunConfig, check_model
 from jetrl_megatron.study import exactness
 from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, markdown
+from tests.support.runs import environment
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +61,9 @@ def test_an_interrupted_matrix_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 def test_reduced_matrix_is_exact(tmp_path: Path) -> None:
     """Four real runs: each family, four layouts, three formats; max |dlogp| 0.0, before and after a weight update."""
     command = [sys.executable, "-m", "jetrl_megatron.cli", "exactness", "--reduced", "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "exactness.json").read_text())
     assert [(row["max_abs_dlogp"], row["exact"]) for row in found] == [(0.0, True)] * 4

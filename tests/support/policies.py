@@ -128,6 +128,7 @@ def run_job(job: Job, path: Path | str) -> dict[str, Any]:
         expert=job.expert,
         grouped_experts=job.grouped_experts,
     )
+    parallel_state.destroy_model_parallel()  # another test of this process may have left its groups
     ranks = initialize(parallel, seed=0)
     try:
         recipe = Fp8Recipe(dgrad=job.backward, wgrad=job.backward)  # type: ignore[arg-type]
