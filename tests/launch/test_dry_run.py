@@ -14,7 +14,7 @@ import pytest
 from tests.launch.conftest import ROOT
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+CONFIGS = sorted(file for folder in ("configs", "configs/runs") for file in (ROOT / folder).glob("*.yaml"))  # no parts
 H100 = {"SLURM_GPUS_ON_NODE": "8"}
 CONTAINER = {"JETRL_CONTAINER_IMAGE": "/images/jetrl.sqsh", "JETRL_CONTAINER_MOUNTS": "/data:/data"}
 CPU = {"JETRL_ENV": "cpu"}
