@@ -1,10 +1,11 @@
 """Conversion speed and memory: ours against `cp` of the same bytes and against transformers' load and save.
 
 A checkpoint with the layers of Qwen3-8B is generated (random bf16 weights; --size-gb decides how many layers). It is in
-the page cache when the measurements start. Every conversion runs in a process of its own, whose peak resident memory is
-taken from the kernel (VmHWM). Ours flush their files to disk; `cp` is measured without and with that. CPU seconds stand
-beside the wall time: other work on the machine disturbs them less. `--dry-run` prints plan, sizes and the memory bound
-of a 32B model without touching a tensor.
+the page cache when the measurements start. Every measurement runs from a process of its own that has imported torch,
+`cp` too: on a virtual machine the pages that such a process leaves for the page cache can cost more than the copy. Peak
+resident memory is taken from the kernel (VmHWM). Ours flush their files to disk; `cp` is measured without and with
+that. CPU seconds stand beside the wall time: other work on the machine disturbs them less. `--dry-run` prints plan,
+sizes and the memory bound of a 32B model without touching a tensor.
 """
 
 from __future__ import annotations
@@ -177,8 +178,8 @@ def measure(work: Path, size_gb: float, rounds: int) -> dict[str, Any]:
     for make, out, *rest in ((bf16_to_fp8, fp8), (hf_to_megatron, dist, Layout(2))):
         make(source, out, *rest).run()
     runs: dict[str, Callable[[Path], Cost]] = {
-        "cp": lambda out: copy(source, out, False),
-        "cp and flush": lambda out: copy(source, out, True),
+        "cp": lambda out: in_fresh_process(kernels, copy, source, out, False),
+        "cp and flush": lambda out: in_fresh_process(kernels, copy, source, out, True),
         "transformers load + save": lambda out: in_fresh_process(kernels, transformers_copy, source, out),
         "bf16_to_fp8": lambda out: in_fresh_process(kernels, convert, bf16_to_fp8, source, out),
         "fp8_to_bf16": lambda out: in_fresh_process(kernels, convert, fp8_to_bf16, fp8, out),
