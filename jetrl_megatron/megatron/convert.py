@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from jetrl_megatron.config.checkpoint_files import METADATA
 from jetrl_megatron.megatron.torch_dist import MegatronCheckpoint, Place, places, written_places
 from jetrl_megatron.weights.convert.hf_files import finish_hf, hf_parts, unquantized_config, write_safetensors
-from jetrl_megatron.weights.convert.job import Job, Output, Part, start_writeback
+from jetrl_megatron.weights.convert.job import Job, Output, Part, start_writeback, write_pieces
 from jetrl_megatron.weights.convert.layout import Layout, carry_model_files
 from jetrl_megatron.weights.convert.memory import Memory, cut_rows, own_storage
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, Source, Weight
@@ -123,11 +123,12 @@ def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
     """Write one `.distcp` file; returns where each chunk lies."""
     written, memory = [], Memory()
     with _without_checksums(), open(folder / part.files[0], "wb") as file:
+        in_pieces: Any = _InPieces(file)
         for step in part.steps:
             assert isinstance(step, WriteParameter)
             for offset, (_, piece) in zip(step.offsets(), step.chunks(memory), strict=True):
                 start = file.tell()
-                torch.save(piece.view(*[1] * len(step.places[0].lead), *piece.shape), file)
+                torch.save(piece.view(*[1] * len(step.places[0].lead), *piece.shape), in_pieces)
                 written.append(
                     {
                         "places": [[place.key, place.lead, place.lead_shape] for place in step.places],
@@ -142,6 +143,22 @@ def write_distcp(folder: Path, part: Part) -> list[dict[str, Any]]:
             file.flush()
             start_writeback(file)
     return written
+
+
+class _InPieces(io.RawIOBase):
+    """A file for `torch.save`, which writes a whole tensor at once."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        write_pieces(self._file, view)
+        return len(view)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from jetrl_megatron.weights.convert.job import Output, Part, Step, start_writeback
+from jetrl_megatron.weights.convert.job import Output, Part, Step, start_writeback, write_pieces
 from jetrl_megatron.weights.convert.memory import Memory
 from jetrl_megatron.weights.convert.source import DTYPE_NAMES, QUANT_CONFIG, byte_view
 from jetrl_megatron.weights.io import DEFAULT_MAX_SHARD_BYTES, carry_files, shard_names, write_config, write_index
@@ -32,7 +31,7 @@ def write_safetensors(folder: Path, part: Part) -> None:
         memory = Memory()
         for step in part.steps:
             for slot, chunk in step.chunks(memory):
-                _write_all(files[slot], chunk)
+                write_pieces(files[slot], byte_view(chunk.contiguous()))
             for file in files:
                 start_writeback(file)
         assert [file.tell() for file in files] == ends, "chunks do not fill their tensors"
@@ -51,12 +50,6 @@ def _write_header(file: Any, outputs: Sequence[Output]) -> int:
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(text)) + text)
     return 8 + len(text) + end
-
-
-def _write_all(file: Any, chunk: Tensor) -> None:
-    view = byte_view(chunk.contiguous())
-    while view:
-        view = view[file.write(view) :]
 
 
 def hf_parts(steps: Sequence[Step], workers: int) -> list[Part]:

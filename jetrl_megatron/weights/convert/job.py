@@ -169,6 +169,15 @@ def fingerprint(folder: Path, names: Iterable[str]) -> list[Any]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
+_WRITE_BYTES = 256 << 10  # the page cache takes larger pieces in larger pages, which can be slow to get
+
+
+def write_pieces(file: Any, view: memoryview) -> None:
+    """Write all of it, a little at a time."""
+    while view:
+        view = view[file.write(view[:_WRITE_BYTES]) :]
+
+
 _libc = ctypes.CDLL(None)
 _SYNC_FILE_RANGE_WRITE = 2
 
