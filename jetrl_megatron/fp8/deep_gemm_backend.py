@@ -11,7 +11,7 @@ from jetrl_megatron.fp8 import deep_gemm
 from jetrl_megatron.fp8.backends import DEEP_GEMM_CAPABILITY, gpu_unusable
 from jetrl_megatron.fp8.format import Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight
-from jetrl_megatron.fp8.gpu.backend import TritonQuantizer, check_one_chain
+from jetrl_megatron.fp8.gpu.backend import TritonQuantizer
 
 
 class DeepGemmBackend(TritonQuantizer):
@@ -28,13 +28,6 @@ class DeepGemmBackend(TritonQuantizer):
         except ValueError as error:
             return str(error)
         return None
-
-    def fprop(
-        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Fp8Tensor]:
-        check_one_chain(num_segments)
-        quantized = self.quantize_rows(x, weight.format)
-        return self.dgrad(quantized, weight, dtype), quantized
 
     def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         grid = weight.grid if dtype == torch.bfloat16 else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from jetrl_megatron.fp8.gpu.gemm import gemm_nt
 from jetrl_megatron.fp8.gpu.launch import interpreting
 
 
-class TritonQuantizer:
-    """The quantizing half of `backends.Backend`; scales MN-major for TMA, rows of x^T padded to 128 tokens."""
+class TritonQuantizer(ABC):
+    """What GPU backends share of `backends.Backend`: the quantizers (scales MN-major for TMA, rows of x^T padded to 128
+    tokens), and FProp on top of their GEMM."""
 
     def quantize_rows(self, x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
         return quantize.quantize_rows(x.contiguous(), fmt, "tma")
@@ -32,6 +35,17 @@ class TritonQuantizer:
             )
         return columns.requantize_columns(x, "tma", pad_tokens=True)
 
+    @abstractmethod
+    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+        """The GEMM, for FProp's operands too."""
+
+    def fprop(
+        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Fp8Tensor]:
+        check_one_chain(num_segments)
+        quantized = self.quantize_rows(x, weight.format)
+        return self.dgrad(quantized, weight, dtype), quantized
+
 
 def check_one_chain(num_segments: int) -> None:
     """Raises ValueError for row-parallel sums in segments, which the GPU GEMMs do not have."""
@@ -46,13 +60,6 @@ class TritonBackend(TritonQuantizer):
 
     def unusable(self) -> str | None:
         return None if interpreting() else gpu_unusable(TRITON_CAPABILITY, None, "the triton backend")
-
-    def fprop(
-        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Fp8Tensor]:
-        check_one_chain(num_segments)
-        quantized = self.quantize_rows(x, weight.format)
-        return self.dgrad(quantized, weight, dtype), quantized
 
     def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return gemm_nt((dy.data, dy.scale), (weight.codes, weight.scale.t()), dtype)
