@@ -1,4 +1,4 @@
-"""Conversion speed and memory: ours against `cp` of the same bytes and against transformers' load and save.
+"""Conversion speed and memory: ours against `cp` of the same bytes, transformers' and mbridge's load and save.
 
 A checkpoint with the layers of Qwen3-8B is generated (random bf16 weights; --size-gb decides how many layers). It is in
 the page cache when the measurements start. Every measurement runs from a process of its own that has imported torch,
@@ -15,6 +15,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from mbridge_copy import mbridge_copy, prepare_mbridge
 from rich.console import Console
 from rich.table import Table
-from support import in_fresh_process, kernel_sets, write_results
+from support import ROOT, in_fresh_process, kernel_sets, write_results
 from torch import Tensor
 
 from jetrl_megatron.config import ModelDims
@@ -121,29 +123,51 @@ class Cost(NamedTuple):
     peak_bytes: int
 
 
+def cost_of(function: Callable[[], object]) -> Cost:
+    """Of a call in this process and in the processes that it starts, whose memory does not count."""
+    start, before = time.perf_counter(), os.times()
+    function()
+    took, after = time.perf_counter() - start, os.times()
+    return Cost(took, sum(after[:4]) - sum(before[:4]), peak_bytes())
+
+
 def convert(make: Callable[..., Job], *arguments: Any) -> Cost:
-    start, cpu = time.perf_counter(), time.process_time()
-    make(*arguments).run()
-    return Cost(time.perf_counter() - start, time.process_time() - cpu, peak_bytes())
+    return cost_of(lambda: make(*arguments).run())
+
+
+def script(workers: int, source: Path, out: Path) -> Cost:
+    """The command as a user starts it, with the imports of every process."""
+    command = [sys.executable, str(ROOT / "tools/convert/bf16_to_fp8.py"), "--workers", str(workers)]
+    command += ["--hf", str(source), "--out", str(out)]
+    return cost_of(lambda: subprocess.run(command, check=True, capture_output=True))._replace(peak_bytes=0)
 
 
 def transformers_copy(source: Path, out: Path) -> Cost:
     from transformers import AutoModelForCausalLM
 
-    start, cpu = time.perf_counter(), time.process_time()
-    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(out)
-    os.sync()
-    return Cost(time.perf_counter() - start, time.process_time() - cpu, peak_bytes())
+    def load_and_save() -> None:
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(out)
+        flush(out)
+
+    return cost_of(load_and_save)
 
 
-def copy(source: Path, out: Path, flush: bool) -> Cost:
-    start, before = time.perf_counter(), os.times()
-    subprocess.run(["cp", "-r", str(source), str(out)], check=True)
-    if flush:
-        subprocess.run(["sync", "-f", str(out)], check=True)
-    took, after = time.perf_counter() - start, os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return Cost(took, cpu, 0)
+def mbridge_load_and_save(source: Path, out: Path) -> Cost:
+    prepare_mbridge()
+    return cost_of(lambda: (mbridge_copy(source, out), flush(out)))
+
+
+def copy(source: Path, out: Path, flushed: bool) -> Cost:
+    def run() -> None:
+        subprocess.run(["cp", "-r", str(source), str(out)], check=True)
+        if flushed:
+            flush(out)
+
+    return cost_of(run)._replace(peak_bytes=0)
+
+
+def flush(out: Path) -> None:
+    subprocess.run(["sync", "-f", str(out)], check=True)
 
 
 def quantization_ratio() -> dict[str, float]:
@@ -181,6 +205,7 @@ def measure(work: Path, size_gb: float, rounds: int) -> dict[str, Any]:
         "cp": lambda out: in_fresh_process(kernels, copy, source, out, False),
         "cp and flush": lambda out: in_fresh_process(kernels, copy, source, out, True),
         "transformers load + save": lambda out: in_fresh_process(kernels, transformers_copy, source, out),
+        "mbridge load + save": lambda out: in_fresh_process(kernels, mbridge_load_and_save, source, out),
         "bf16_to_fp8": lambda out: in_fresh_process(kernels, convert, bf16_to_fp8, source, out),
         "fp8_to_bf16": lambda out: in_fresh_process(kernels, convert, fp8_to_bf16, fp8, out),
         "hf_to_megatron --tp 2": lambda out: in_fresh_process(kernels, convert, hf_to_megatron, source, out, Layout(2)),
@@ -188,6 +213,8 @@ def measure(work: Path, size_gb: float, rounds: int) -> dict[str, Any]:
             kernels, convert, hf_to_shards, source, out, Layout(2)
         ),
         "megatron_to_hf": lambda out: in_fresh_process(kernels, convert, megatron_to_hf, dist, out),
+        "bf16_to_fp8.py, started as a command": lambda out: in_fresh_process(kernels, script, 1, source, out),
+        "bf16_to_fp8.py --workers 2, the same": lambda out: in_fresh_process(kernels, script, 2, source, out),
     }
     costs: dict[str, list[Cost]] = {name: [] for name in runs}
     for _ in range(rounds):  # in turn, so that other work on the machine meets all of them
@@ -232,7 +259,7 @@ def show(results: dict[str, Any], console: Console) -> dict[str, Any]:
         peak = results["peak_bytes"][name]
         cells = (took, *ratios[:2], cpu[name], ratios[2])
         table.add_row(name, *(f"{cell:.2f}" for cell in cells), f"{peak / 1e9:.2f}" if peak else "")
-        if "_to_" in name:
+        if "_to_" in name and ".py" not in name:
             targets[name] = {
                 **dict(zip(("of_cp", "of_cp_and_flush", "of_cp_cpu"), (round(r, 3) for r in ratios), strict=True)),
                 "met": {"speed": ratios[1] >= TARGETS["of_cp"], "memory": peak <= bound},
