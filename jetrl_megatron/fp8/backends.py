@@ -49,9 +49,15 @@ class Backend(Protocol):
         """Quantized along K [T, K] -> x^T [K, T] quantized along tokens, through `dtype`."""
 
     def fprop(
-        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: PreparedWeight,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
     ) -> tuple[Tensor, Fp8Tensor]:
-        """x [M, K] quantized and multiplied: [M, N], the accumulator rounded once to `dtype`, and the quantized x."""
+        """x [M, K] quantized (here, unless it comes quantized) and multiplied: [M, N], the accumulator rounded once to
+        `dtype`, and the quantized x."""
 
     def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         """dY [T, N] times the transposed weight: dX [T, K]."""

@@ -29,9 +29,14 @@ class Emulated:
         return quantize_columns(x.dequantize(dtype), x.format)
 
     def fprop(
-        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: PreparedWeight,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
     ) -> tuple[Tensor, Fp8Tensor]:
-        return quantized_matmul(x, weight, num_segments, dtype)
+        return quantized_matmul(x, weight, num_segments, dtype, quantized)
 
     def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return gemm_nt(dy, weight).to(dtype)

@@ -188,14 +188,20 @@ def num_segments_for(num_k_blocks: int, wanted: int = 4) -> int:
     return wanted
 
 
-def quantized_matmul(x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
-    """x [M, K] quantized along K, times B: [M, N], rounded once to `dtype`, and the quantized x."""
+def quantized_matmul(
+    x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype, quantized: Fp8Tensor | None = None
+) -> tuple[Tensor, Fp8Tensor]:
+    """x [M, K] quantized along K (here, unless it comes quantized), times B: [M, N], rounded once to `dtype`, and the
+    quantized x."""
     fused = x.dtype == dtype == torch.bfloat16 and b.format.granularity == "block" and compiled.usable(x, b.codes)
     if fused and x.shape[1] == b.num_columns > 0 and b.tiles_for(x.shape[0]) is None:
         pow2 = b.format.scale_format == "pow2"
-        out, codes, scale = compiled.fp8_linear(x, pow2, b.panels, b.scale, num_segments)
+        if quantized is not None:
+            return compiled.fp8_linear(quantized.data, quantized.scale, b.panels, b.scale, num_segments), quantized
+        out, codes, scale = compiled.quantized_fp8_linear(x, pow2, b.panels, b.scale, num_segments)
         return out, Fp8Tensor(codes, scale, b.format)
-    quantized = quantize_rows(x, b.format)
+    if quantized is None:
+        quantized = quantize_rows(x, b.format)
     return gemm_nt(quantized, b, num_segments).to(dtype), quantized
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8.backends import active
+from jetrl_megatron.fp8.carried import carried
 from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed, prepare_weight
 from jetrl_megatron.fp8.quantize import GridSlice
@@ -52,7 +53,8 @@ def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1, dtype: torch
 
 
 def _fprop(x: Tensor, weight: Fp8Weight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
-    y, quantized = active().fprop(x, weight.fprop, num_segments, dtype)
+    found = carried(x, weight.fprop.format)
+    y, quantized = active().fprop(x, weight.fprop, num_segments, dtype, found)
     note("internal", "x", quantized)
     note("internal", "accumulator", torch.float32)
     return y, quantized

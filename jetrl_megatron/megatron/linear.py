@@ -21,7 +21,16 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.fp8 import BLOCK, Fp8Recipe, Fp8Weight, GridSlice, num_segments_for, quantize_weight, whole
+from jetrl_megatron.fp8 import (
+    BLOCK,
+    Fp8Format,
+    Fp8Recipe,
+    Fp8Weight,
+    GridSlice,
+    num_segments_for,
+    quantize_weight,
+    whole,
+)
 from jetrl_megatron.megatron.collectives import ordered_sum, share_amax
 
 
@@ -42,6 +51,11 @@ class LinearPrecision:
     tp_invariant: bool = True
     shard_local: bool = False
     version: WeightVersion = field(default_factory=WeightVersion)
+
+    @property
+    def carried_format(self) -> Fp8Format | None:
+        """In which an operator in front of a linear leaves its result quantized too."""
+        return self.recipe.format if self.fp8 and self.recipe.format.granularity == "block" else None
 
 
 class _PreciseLinear:

@@ -252,12 +252,17 @@ def build_policy(
         layer.self_attention.rope_table = table
         if dims.moe is not None:
             layer.mlp.router.configure(precision, dims.moe.renormalize)
+        if not parallel.sequence:  # else the linears read what was gathered, not the norm's own result
+            layer.input_layernorm.fmt = precision.carried_format
+            layer.pre_mlp_layernorm.fmt = precision.carried_format if dims.moe is None else None
     configured = 0
     for rule, _, module in policy.named_rules():
         if rule.quantized:
             module.configure(precision, grid_slices(rule, ranks))
             configured += 1
     modules = [module for model in policy.models for module in model.modules()]
+    for activation in (module for module in modules if isinstance(module, SwiGLU)):
+        activation.fmt = precision.carried_format
     expected = sum(isinstance(m, PreciseColumnParallelLinear | PreciseRowParallelLinear) for m in modules)
     assert configured == expected, (configured, expected)
     return policy

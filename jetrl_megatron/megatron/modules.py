@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from jetrl_megatron import ops
+from jetrl_megatron.fp8 import Fp8Format
 
 
 @dataclass
@@ -45,7 +46,10 @@ class PackedSequences(PackedSeqParams):
 
 
 class RMSNorm(nn.Module):
-    """Hidden, q/k and final norm; weight [H] in the model's dtype."""
+    """Hidden, q/k and final norm; weight [H] in the model's dtype. fmt: of the FP8 linear that reads the result as it
+    is."""
+
+    fmt: Fp8Format | None = None
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
         super().__init__()
@@ -54,7 +58,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rmsnorm(x, self.weight, self.eps)
+        return ops.rmsnorm(x, self.weight, self.eps, self.fmt)
 
 
 def residual_add(_training: bool, _fused: bool) -> Callable[..., Tensor]:
@@ -67,13 +71,15 @@ def residual_add(_training: bool, _fused: bool) -> Callable[..., Tensor]:
 
 
 class SwiGLU(nn.Module):
-    """Receives the whole [gate | up] because `config.use_te_activation_func` is set."""
+    """Receives the whole [gate | up] because `config.use_te_activation_func` is set. fmt: as for `RMSNorm`."""
+
+    fmt: Fp8Format | None = None
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        return ops.swiglu(gate_up)
+        return ops.swiglu(gate_up, self.fmt)
 
 
 class CoreAttention(DotProductAttention):

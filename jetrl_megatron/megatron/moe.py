@@ -59,7 +59,8 @@ class GroupedExperts(SequentialExperts):
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, _permuted_weights: Tensor) -> tuple[Tensor, None]:
         num_rows = tokens_per_expert.tolist()
-        hidden = ops.swiglu(grouped_linear(rows, num_rows, [expert.linear_fc1 for expert in self.local_experts]))
+        gate_up = grouped_linear(rows, num_rows, [expert.linear_fc1 for expert in self.local_experts])
+        hidden = ops.swiglu(gate_up, self.local_experts[0].activation_func.fmt)
         return grouped_linear(hidden, num_rows, [expert.linear_fc2 for expert in self.local_experts]), None
 
 

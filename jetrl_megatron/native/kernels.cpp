@@ -116,8 +116,9 @@ struct Kernels {
   void (*grid_gemm)(const double*, const double*, const uint16_t*, const double*, double*, float*, int64_t, int64_t, int64_t,
                     int64_t, int64_t);
   void (*attend)(const Attention&, int64_t, int64_t);
-  void (*rmsnorm)(const uint16_t*, const uint16_t*, float, uint16_t*, int64_t, int64_t);
-  void (*swiglu)(const uint16_t*, uint16_t*, int64_t, int64_t);
+  void (*add)(const uint16_t*, const uint16_t*, uint16_t*, int64_t);
+  void (*rmsnorm)(const uint16_t*, const uint16_t*, float, uint16_t*, int64_t);
+  void (*swiglu)(const uint16_t*, uint16_t*, int64_t);
   void (*rope)(const uint16_t*, const float*, const float*, uint16_t*, int64_t, int64_t, int64_t);
   void (*combine)(const uint16_t*, const float*, uint16_t*, int64_t, int64_t, int64_t);
   void (*log_sum_exp)(const float*, int64_t, int64_t, float*, double*);
@@ -209,6 +210,11 @@ template <class Body>
 void by_type(const void* x, int64_t is_bf16, Body body) {
   if (is_bf16) body((const uint16_t*)x, active->of_bf16);
   else body((const float*)x, active->of_float);
+}
+
+// Row m of y [.][k], quantized, if `codes` is there
+void quantize_row(const uint16_t* y, int64_t m, int64_t k, int64_t pow2_format, uint8_t* codes, float* scales) {
+  if (codes) active->of_bf16.groups(y + m * k, 1, k, (int)pow2_format, codes + m * k, scales + m * ((k + 127) / 128));
 }
 
 void fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* packed, const float* scale_b, float* out32,
@@ -317,9 +323,15 @@ void jetrl_fp8_gemm(const uint8_t* codes, const float* scale_a, const uint16_t* 
                     int64_t m, int64_t n, int64_t k, int64_t num_segments) {
   fp8_gemm(codes, scale_a, packed, scale_b, out, nullptr, m, n, k, num_segments);
 }
-// The same from bf16 x [m][k], quantized here into codes and scales, rounded to bf16 out [m][n]
-void jetrl_fp8_linear(const uint16_t* x, int64_t pow2_format, const uint16_t* packed, const float* scale_b, uint16_t* out,
-                      uint8_t* codes, float* scales, int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+// The same, rounded to bf16
+void jetrl_fp8_linear(const uint8_t* codes, const float* scale_a, const uint16_t* packed, const float* scale_b, uint16_t* out,
+                      int64_t m, int64_t n, int64_t k, int64_t num_segments) {
+  fp8_gemm(codes, scale_a, packed, scale_b, nullptr, out, m, n, k, num_segments);
+}
+// The same from bf16 x [m][k], quantized here into codes and scales
+void jetrl_quantized_fp8_linear(const uint16_t* x, int64_t pow2_format, const uint16_t* packed, const float* scale_b,
+                                uint16_t* out, uint8_t* codes, float* scales, int64_t m, int64_t n, int64_t k,
+                                int64_t num_segments) {
   jetrl_quantize(x, 1, m, k, pow2_format, codes, scales);
   fp8_gemm(codes, scales, packed, scale_b, nullptr, out, m, n, k, num_segments);
 }
@@ -439,11 +451,30 @@ void jetrl_attention(const uint16_t* q, const uint16_t* k_pool, const uint16_t* 
   parallel(sequences * groups, [a](int64_t first, int64_t last) { active->attend(a, first, last); });
 }
 
-void jetrl_rmsnorm(const uint16_t* x, const uint16_t* w, float eps, uint16_t* y, int64_t rows, int64_t h) {
-  parallel(rows, [=](int64_t a, int64_t b) { active->rmsnorm(x + a * h, w, eps, y + a * h, b - a, h); });
+// Norm y of x [rows][h]. With `residual`: of total = x + residual (bf16), which is written too. With `codes`: also y
+// quantized, codes [rows][h] and scales [rows][groups].
+void jetrl_rmsnorm(const uint16_t* x, const uint16_t* residual, const uint16_t* w, float eps, uint16_t* total, uint16_t* y,
+                   int64_t pow2_format, uint8_t* codes, float* scales, int64_t rows, int64_t h) {
+  parallel(rows, [=](int64_t a, int64_t b) {
+    for (int64_t m = a; m < b; m++) {
+      const uint16_t* row = x + m * h;
+      if (residual) {
+        active->add(row, residual + m * h, total + m * h, h);
+        row = total + m * h;
+      }
+      active->rmsnorm(row, w, eps, y + m * h, h);
+      quantize_row(y, m, h, pow2_format, codes, scales);
+    }
+  });
 }
-void jetrl_swiglu(const uint16_t* x, uint16_t* y, int64_t rows, int64_t f) {
-  parallel(rows, [=](int64_t a, int64_t b) { active->swiglu(x + a * 2 * f, y + a * f, b - a, f); });
+// x [rows][2f] -> y [rows][f]; with `codes` also y quantized
+void jetrl_swiglu(const uint16_t* x, uint16_t* y, int64_t pow2_format, uint8_t* codes, float* scales, int64_t rows, int64_t f) {
+  parallel(rows, [=](int64_t a, int64_t b) {
+    for (int64_t m = a; m < b; m++) {
+      active->swiglu(x + m * 2 * f, y + m * f, f);
+      quantize_row(y, m, f, pow2_format, codes, scales);
+    }
+  });
 }
 void jetrl_rope(const uint16_t* x, const float* c, const float* s, uint16_t* y, int64_t tokens, int64_t heads, int64_t half) {
   parallel(tokens, [=](int64_t a, int64_t b) {

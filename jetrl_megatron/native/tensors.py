@@ -44,28 +44,28 @@ def _typed(x: Tensor) -> tuple[Tensor, int]:
     return (x.contiguous(), 1) if x.dtype == torch.bfloat16 else (x.float().contiguous(), 0)
 
 
-def _fp8_buffers(rows: int, k: int) -> tuple[Tensor, Tensor]:
+def fp8_buffers(rows: int, k: int) -> tuple[Tensor, Tensor]:
     """E4M3 codes [rows, K] and scales [rows, ceil(K/128)], to be filled."""
     return torch.empty(rows, k, dtype=torch.float8_e4m3fn), torch.empty(rows, -(-k // 128), dtype=torch.float32)
 
 
 def quantize(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """x [M, K] -> E4M3 codes [M, K] and 1x128 scales [M, ceil(K/128)]."""
-    made = _fp8_buffers(*x.shape)
+    made = fp8_buffers(*x.shape)
     call("quantize", *_typed(x), *x.shape, int(pow2), *made)
     return made
 
 
 def quantize_columns(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """x [T, K] -> E4M3 codes [K, T] and scales [K, ceil(T/128)] of its transpose."""
-    made = _fp8_buffers(x.shape[1], x.shape[0])
+    made = fp8_buffers(x.shape[1], x.shape[0])
     call("quantize_columns", *_typed(x), *x.shape, int(pow2), *made)
     return made
 
 
 def quantize_blocks(x: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     """Whole weight [N, K] -> E4M3 codes and its 128x128 grid as scales [N, ceil(K/128)]."""
-    made = _fp8_buffers(*x.shape)
+    made = fp8_buffers(*x.shape)
     call("quantize_blocks", *_typed(x), *x.shape, int(pow2), *made)
     return made
 
@@ -130,13 +130,21 @@ def fp8_gemm(codes: Tensor, scale: Tensor, packed: Tensor, weight_scale: Tensor,
     return out
 
 
-def fp8_linear(
+def fp8_linear(codes: Tensor, scale: Tensor, packed: Tensor, weight_scale: Tensor, num_segments: int) -> Tensor:
+    """`fp8_gemm` with its rounding: codes [M, K] and scale [M, G] -> bf16 [M, N]."""
+    (m, k), n = codes.shape, weight_scale.shape[1]
+    out = torch.empty(m, n, dtype=torch.bfloat16)
+    call("fp8_linear", codes.contiguous(), scale.contiguous(), packed, weight_scale, out, m, n, k, num_segments)
+    return out
+
+
+def quantized_fp8_linear(
     x: Tensor, pow2: bool, packed: Tensor, weight_scale: Tensor, num_segments: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantizer, GEMM and rounding in one call: bf16 x [M, K] -> bf16 [M, N], and the codes and scales of x."""
     (m, k), n = x.shape, weight_scale.shape[1]
     out = torch.empty(m, n, dtype=torch.bfloat16)
-    codes, scale = _fp8_buffers(m, k)
+    codes, scale = fp8_buffers(m, k)
     x = x.contiguous()
-    call("fp8_linear", x, int(pow2), packed, weight_scale, out, codes, scale, m, n, k, num_segments)
+    call("quantized_fp8_linear", x, int(pow2), packed, weight_scale, out, codes, scale, m, n, k, num_segments)
     return out, codes, scale

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from jetrl_megatron.native.tensors import call, has_tiles
+from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor
+from jetrl_megatron.native.tensors import call, fp8_buffers, has_tiles
 from jetrl_megatron.ops import reference
 
 MAX_EXACT_K = reference.MAX_EXACT_K
@@ -38,13 +39,54 @@ top_experts, expert_weights = reference.top_experts, reference.expert_weights
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+    if not _bf16(x, weight):
         return reference.rmsnorm(x, weight, eps)
-    x = x.contiguous()
+    return _rmsnorm(x, None, weight, eps, None)[0]
+
+
+def rmsnorm_quantize(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
+    if not _bf16(x, weight) or fmt.granularity != "block":
+        return reference.rmsnorm_quantize(x, weight, eps, fmt)
+    y, _, quantized = _rmsnorm(x, None, weight, eps, fmt)
+    assert quantized is not None
+    return y, quantized
+
+
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None
+) -> tuple[Tensor, Tensor, Fp8Tensor | None]:
+    if not _bf16(x, residual, weight) or (fmt is not None and fmt.granularity != "block"):
+        return reference.add_rmsnorm(x, residual, weight, eps, fmt)
+    return _rmsnorm(x, residual, weight, eps, fmt)
+
+
+def _rmsnorm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fmt: Fp8Format | None
+) -> tuple[Tensor, Tensor, Fp8Tensor | None]:
+    """(norm, what was normed, the norm quantized if there is a format)."""
+    x, h = x.contiguous(), x.shape[-1]
+    residual = None if residual is None else residual.contiguous()
+    total = None if residual is None else torch.empty_like(x)
     y = torch.empty_like(x)
-    h = x.shape[-1]
-    call("rmsnorm", x, weight.contiguous(), float(eps), y, x.numel() // h, h)
-    return y
+    quantized = _fp8_like(y, fmt)
+    call("rmsnorm", x, residual, weight.contiguous(), float(eps), total, y, *_codes(quantized), x.numel() // h, h)
+    return y, x if total is None else total, quantized
+
+
+def _bf16(*tensors: Tensor) -> bool:
+    return all(t.dtype == torch.bfloat16 for t in tensors)
+
+
+def _fp8_like(y: Tensor, fmt: Fp8Format | None) -> Fp8Tensor | None:
+    """Memory for y [..., K] quantized."""
+    return None if fmt is None else Fp8Tensor(*fp8_buffers(y.numel() // max(y.shape[-1], 1), y.shape[-1]), fmt)
+
+
+def _codes(quantized: Fp8Tensor | None) -> tuple[int, Tensor | None, Tensor | None]:
+    """The kernels' arguments: pow2, codes, scales."""
+    if quantized is None:
+        return 0, None, None
+    return int(quantized.format.scale_format == "pow2"), quantized.data, quantized.scale
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -57,13 +99,24 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    if gate_up.dtype != torch.bfloat16:
-        return reference.swiglu(gate_up)
+    return _swiglu(gate_up, None)[0] if _bf16(gate_up) else reference.swiglu(gate_up)
+
+
+def swiglu_quantize(gate_up: Tensor, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
+    if not _bf16(gate_up) or fmt.granularity != "block":
+        return reference.swiglu_quantize(gate_up, fmt)
+    y, quantized = _swiglu(gate_up, fmt)
+    assert quantized is not None
+    return y, quantized
+
+
+def _swiglu(gate_up: Tensor, fmt: Fp8Format | None) -> tuple[Tensor, Fp8Tensor | None]:
     gate_up = gate_up.contiguous()
     f = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], f, dtype=torch.bfloat16)
-    call("swiglu", gate_up, y, y.numel() // max(f, 1), f)
-    return y
+    quantized = _fp8_like(y, fmt)
+    call("swiglu", gate_up, y, *_codes(quantized), y.numel() // max(f, 1), f)
+    return y, quantized
 
 
 def prepare_linear(weight: Tensor, weight_max: Tensor | None = None) -> Prepared:

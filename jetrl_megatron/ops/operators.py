@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_megatron.fp8 import Fp8Recipe
+from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8.carried import carry
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.autograd import differentiable
 from jetrl_megatron.ops.kernels import kernels
-from jetrl_megatron.ops.recorder import operator
+from jetrl_megatron.ops.recorder import operator, recording
 from jetrl_megatron.ops.rope import RopeTable
 from jetrl_megatron.ops.timing import timed
 
@@ -35,20 +36,42 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 @operator("rmsnorm")
-def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dim (hidden norms and q/k norms), x [..., H], weight [H]."""
+def rmsnorm(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None = None) -> Tensor:
+    """RMSNorm over the last dim (hidden norms and q/k norms), x [..., H], weight [H]. fmt: of the FP8 linear that reads
+    the result; the result then carries its quantized form, made in the same pass."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        if fmt is None:
+            y: Tensor = kernels().rmsnorm(x, w, eps)
+            return y
+        return carry(*kernels().rmsnorm_quantize(x, w, eps, fmt))
+
     return differentiable(
-        lambda x, w: kernels().rmsnorm(x, w, eps),
+        forward,
         lambda x, w: F.rms_norm(x.float(), (x.shape[-1],), w.float(), eps).to(x.dtype),
         x,
         weight,
     )
 
 
-def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Residual add, rounded to bf16 first, then the norm of the rounded sum: (normed, new residual)."""
-    residual = residual_add(x, residual)
-    return rmsnorm(residual, weight, eps), residual
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None = None
+) -> tuple[Tensor, Tensor]:
+    """Residual add, rounded to bf16 first, then the norm of the rounded sum: (normed, new residual). fmt: as for
+    `rmsnorm`. One pass where neither gradients nor a recording need the two operators apart; the same bits."""
+    if recording() or (torch.is_grad_enabled() and any(t.requires_grad for t in (x, residual, weight))):
+        residual = residual_add(x, residual)
+        return rmsnorm(residual, weight, eps, fmt), residual
+    return _add_rmsnorm(x, residual, weight, eps, fmt)
+
+
+@timed("rmsnorm")
+@torch.no_grad()
+def _add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None
+) -> tuple[Tensor, Tensor]:
+    y, residual, quantized = kernels().add_rmsnorm(x, residual, weight, eps, fmt)
+    return y if quantized is None else carry(y, quantized), residual
 
 
 @operator("residual_add")
@@ -72,14 +95,20 @@ def rope(x: Tensor, positions: Tensor, table: RopeTable) -> Tensor:
 
 
 @operator("swiglu")
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[..., 2F] = [gate | up] -> silu(gate) * up, [..., F]."""
+def swiglu(gate_up: Tensor, fmt: Fp8Format | None = None) -> Tensor:
+    """[..., 2F] = [gate | up] -> silu(gate) * up, [..., F]. fmt: as for `rmsnorm`."""
+
+    def forward(gate_up: Tensor) -> Tensor:
+        if fmt is None:
+            y: Tensor = kernels().swiglu(gate_up)
+            return y
+        return carry(*kernels().swiglu_quantize(gate_up, fmt))
 
     def surrogate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)
         return (F.silu(gate) * up).to(gate_up.dtype)
 
-    return differentiable(kernels().swiglu, surrogate, gate_up)
+    return differentiable(forward, surrogate, gate_up)
 
 
 @operator("fp8_linear")

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, quantize_rows
+
 F32, F64 = torch.float32, torch.float64
 MAX_EXACT_K = 8192  # 20 + 20 + log2(8192) = 53 bits
 _MAX_SCORES = 1 << 22  # elements of one attention work item, bounds memory
@@ -106,6 +108,23 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((wide * r) * weight.float()).to(x.dtype)
 
 
+def rmsnorm_quantize(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
+    """`rmsnorm`, and its result as rows [M, H] quantized along H."""
+    y = rmsnorm(x, weight, eps)
+    return y, quantize_rows(y.reshape(-1, y.shape[-1]), fmt)
+
+
+def add_rmsnorm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None
+) -> tuple[Tensor, Tensor, Fp8Tensor | None]:
+    """(norm of x + residual rounded to their dtype, that sum, the norm quantized where there is a format)."""
+    total = x + residual
+    if fmt is None:
+        return rmsnorm(total, weight, eps), total, None
+    y, quantized = rmsnorm_quantize(total, weight, eps, fmt)
+    return y, total, quantized
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, h, D] rotated by fp32 cos, sin [T, D/2] (half-split layout), rounded once."""
     a, b = x.float().chunk(2, -1)
@@ -117,6 +136,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """[..., 2F] = [gate | up] -> (gate * sigmoid(gate)) * up in fp32, rounded once; [..., F]."""
     gate, up = gate_up.float().chunk(2, -1)
     return ((gate * torch.reciprocal(exp32(-gate) + 1.0)) * up).to(gate_up.dtype)
+
+
+def swiglu_quantize(gate_up: Tensor, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
+    """`swiglu`, and its result as rows [M, F] quantized along F."""
+    y = swiglu(gate_up)
+    return y, quantize_rows(y.reshape(-1, y.shape[-1]), fmt)
 
 
 # ------------------------------------------------------------------------------------------------ exact bf16 linear

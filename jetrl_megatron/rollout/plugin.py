@@ -18,6 +18,7 @@ from torch import Tensor
 
 from jetrl_megatron import ops
 from jetrl_megatron.atomic import write_atomic
+from jetrl_megatron.fp8 import Fp8Format
 from jetrl_megatron.native.tensors import use_threads
 from jetrl_megatron.ops.timing import start_operator_times
 from jetrl_megatron.rollout.environment import (
@@ -126,12 +127,17 @@ def _rmsnorm(
 ) -> Any:
     assert post_residual_addition is None
     if residual is None:
-        return ops.rmsnorm(x, self.weight, self.variance_epsilon)
-    return ops.add_rmsnorm(x, residual, self.weight, self.variance_epsilon)
+        return ops.rmsnorm(x, self.weight, self.variance_epsilon, _format(self))
+    return ops.add_rmsnorm(x, residual, self.weight, self.variance_epsilon, _format(self))
 
 
 def _silu_and_mul(self: Any, x: Tensor) -> Tensor:
-    return ops.swiglu(x)
+    return ops.swiglu(x, _format(self))
+
+
+def _format(module: Any) -> Fp8Format | None:
+    """Of the FP8 linear that reads this module's result; see `quantization.carry_formats`."""
+    return module.__dict__.get("jetrl_format")
 
 
 def _rope(
@@ -224,9 +230,10 @@ def _moe_block(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _check_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """After SGLang built the model: refuse to start if a layer that should be ours is not."""
-    from jetrl_megatron.rollout.quantization import require_our_methods
+    from jetrl_megatron.rollout.quantization import carry_formats, require_our_methods
 
     result = original(self, *args, **kwargs)
     if self.server_args.quantization in METHODS:
         require_our_methods(self.model)
+        carry_formats(self.model)
     return result

@@ -224,6 +224,21 @@ def require_our_methods(model: nn.Module) -> None:
         raise RuntimeError(f"layers without the jetrl method: {', '.join(foreign) or 'all'}; fix: check quantization")
 
 
+def carry_formats(model: nn.Module) -> None:
+    """Tell norms and activations in front of FP8 linears the format in which these read."""
+    modules = dict(model.named_modules())
+    for name, linear in modules.items():
+        method = getattr(linear, "quant_method", None)
+        layer, _, path = name.partition(".self_attn.") if ".self_attn." in name else name.partition(".mlp.")
+        in_front = {
+            "qkv_proj": f"{layer}.input_layernorm",
+            "gate_up_proj": f"{layer}.post_attention_layernorm",
+            "down_proj": f"{layer}.mlp.act_fn",
+        }.get(path)
+        if in_front is not None and isinstance(method, Fp8LinearMethod) and method.config.fmt.granularity == "block":
+            modules[in_front].jetrl_format = method.config.fmt  # type: ignore[assignment]
+
+
 def _columns(layer: Any, whole_tensor: Tensor, width: int) -> Tensor:
     """This rank's columns [N, width] of a row-parallel tensor [N, size * width]."""
     rank, size = get_group_rank_size(layer.tp_group)

@@ -26,7 +26,7 @@ int main(int argc, char** argv) {
     jetrl_quantize_blocks(w.data(), 1, n, k, 0, weight.data(), row_scales.data());
     for (int64_t i = 0; i < n; i++) for (int64_t g = 0; g < groups; g++) scale_b[g * n + i] = row_scales[i * groups + g];
     jetrl_pack_fp8(weight.data(), n, k, packed.data());
-    jetrl_fp8_linear(x.data(), 0, packed.data(), scale_b.data(), out.data(), codes.data(), scales.data(), m, n, k, 1);
+    jetrl_quantized_fp8_linear(x.data(), 0, packed.data(), scale_b.data(), out.data(), codes.data(), scales.data(), m, n, k, 1);
     jetrl_quantize_columns(x.data(), 1, m, k, 1, columns.data(), column_scales.data());
     std::vector<float> wide(m * k);
     jetrl_dequantize(codes.data(), scales.data(), 1, m, k, 0, wide.data());
@@ -44,8 +44,15 @@ int main(int argc, char** argv) {
     add(logits); add(top); add(log_sum); add(weights);
     std::vector<uint16_t> normed(m * k), gated(m * k / 2), rotated(m * k), combined(m * k / 3);
     jetrl_moe_combine(x.data(), logits.data(), combined.data(), m, 3, k / 3);
-    jetrl_rmsnorm(x.data(), w.data(), 1e-6f, normed.data(), m, k);
-    jetrl_swiglu(x.data(), gated.data(), m, k / 2);
+    std::vector<uint16_t> total(m * k);
+    std::vector<uint8_t> normed_codes(m * k), gated_codes(m * k / 2);
+    std::vector<float> normed_scales(m * groups), gated_scales(m * 2);
+    jetrl_rmsnorm(x.data(), nullptr, w.data(), 1e-6f, nullptr, normed.data(), 0, nullptr, nullptr, m, k);
+    add(normed);
+    jetrl_rmsnorm(x.data(), normed.data(), w.data(), 1e-6f, total.data(), normed.data(), 1, normed_codes.data(),
+                  normed_scales.data(), m, k);
+    jetrl_swiglu(x.data(), gated.data(), 0, gated_codes.data(), gated_scales.data(), m, k / 2);
+    add(total); add(normed_codes); add(normed_scales); add(gated_codes); add(gated_scales);
     std::vector<float> cosine(m * 50), sine(m * 50);
     for (auto& c : cosine) c = bf16(draw_bf16());
     for (auto& s : sine) s = bf16(draw_bf16());

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from jetrl_megatron import native as build_module
 from jetrl_megatron.fp8 import (
     Fp8Format,
     Fp8Recipe,
+    Fp8Tensor,
     Fp8Weight,
     GridSlice,
     dequantize,
@@ -206,6 +209,30 @@ def test_rows(level: int, make: Maker, width: int) -> None:
     assert torch.equal(fast.sample(logits, draws, top_p, top_k), reference.sample(logits, draws, top_p, top_k))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("make", [gaussian, adversarial])
+@pytest.mark.parametrize("width", [64, 70, 576])
+def test_fused_quantizers(level: int, make: Maker, width: int, fmt: Fp8Format, torch_forms: Callable[[], None]) -> None:
+    """Norm (with or without the residual add) and SwiGLU with the quantizer in one pass: the bytes of the torch forms
+    one after the other, with the higher dims and the single row of decode too."""
+    x, residual, weight = make(41, width, 6), make(41, width, 30), gaussian(1, width, 7)[0]
+
+    def compute(kernels: ModuleType) -> list[Tensor]:
+        made: list[Any] = []
+        for rows in (slice(0, 41), slice(3, 4)):
+            made += kernels.rmsnorm_quantize(x[rows], weight, 1e-6, fmt)
+            made += kernels.add_rmsnorm(x[rows], residual[rows], weight, 1e-6, fmt)
+            made += kernels.add_rmsnorm(x[rows], residual[rows], weight, 1e-6, None)[:2]
+            made += kernels.swiglu_quantize(x[rows].unsqueeze(1), fmt)
+        return [part for t in made for part in ((t.data, t.scale) if isinstance(t, Fp8Tensor) else (t,))]
+
+    ours = compute(fast)
+    torch_forms()
+    theirs = compute(reference)
+    assert len(ours) == len(theirs) == 24
+    assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 @pytest.mark.parametrize(("heads", "groups", "dim"), [(6, 2, 64), (4, 4, 128), (8, 1, 32), (3, 3, 96)])
 @pytest.mark.parametrize("spread", [0.0, 3.0])
 def test_attention(level: int, heads: int, groups: int, dim: int, spread: float) -> None:
@@ -249,6 +276,8 @@ def test_threads_change_nothing(level: int) -> None:
             fast.linear(x, fast.prepare_linear(w)),
             fast.attention(q, q[:, :2], q[:, 2:], table, [0, 100], kv_len, 0.125),
             fast.rmsnorm(x, w[0], 1e-6),
+            fast.add_rmsnorm(x, x.flip(0), w[0], 1e-6, FORMATS[0])[2].data,
+            fast.swiglu_quantize(x, FORMATS[0])[1].data,
         ]
 
     alone = compute()

@@ -40,10 +40,16 @@ class TritonQuantizer(ABC):
         """The GEMM, for FProp's operands too."""
 
     def fprop(
-        self, x: Tensor, weight: PreparedWeight, num_segments: int, dtype: torch.dtype
+        self,
+        x: Tensor,
+        weight: PreparedWeight,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
     ) -> tuple[Tensor, Fp8Tensor]:
         check_one_chain(num_segments)
-        quantized = self.quantize_rows(x, weight.format)
+        if quantized is None:
+            quantized = self.quantize_rows(x, weight.format)
         return self.dgrad(quantized, weight, dtype), quantized
 
 
