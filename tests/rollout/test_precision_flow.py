@@ -135,7 +135,7 @@ def _operator(name: str, stock: Callable[..., Tensor]) -> Patch:
     return lambda patch: patch.setattr(ops, name, stock)
 
 
-def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _rmsnorm(x: Tensor, weight: Tensor, eps: float, _fmt: object = None) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -146,7 +146,7 @@ def _rope(x: Tensor, positions: Tensor, table: ops.RopeTable) -> Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
-def _swiglu(gate_up: Tensor) -> Tensor:
+def _swiglu(gate_up: Tensor, _fmt: object = None) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -184,7 +184,7 @@ def _other_order(patch: pytest.MonkeyPatch) -> None:
 def _other_quantizer(patch: pytest.MonkeyPatch) -> None:
     """x / scale instead of x * RN(1 / scale), as vLLM and DeepSeek-V3 do."""
 
-    def divide(x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
+    def divide(x: Tensor, b: PreparedWeight, num_segments: int, dtype: torch.dtype, _found: Fp8Tensor | None) -> Any:
         made = quantize_rows(x, b.format)
         scale = made.scale.repeat_interleave(128, dim=1)[:, : x.shape[1]]
         data = (x.float() / scale).clamp(-448, 448).to(made.data.dtype)
