@@ -157,7 +157,7 @@ class ExactWeight:
     @timed("prepare_weight")
     def of(cls, weight: Tensor, maximum: Reduce | None = None) -> ExactWeight:
         weight = weight.detach()
-        row_max = None if maximum is None else maximum(weight.double().abs().amax(-1, keepdim=True))
+        row_max = None if maximum is None else maximum(reference.row_max(weight))
         return cls(kernels().prepare_linear(weight, row_max))
 
 
@@ -169,14 +169,14 @@ def linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
 
 @operator("linear")
 def row_parallel_linear(x: Tensor, master: Tensor, weight: ExactWeight, maximum: Reduce, sum_fp64: Reduce) -> Tensor:
-    """Exact bf16 linear whose K is split over ranks: the row grids come from `maximum` over the group, the exact fp64
-    partial sums are added by `sum_fp64` in any order; one rounding. Equal at every tensor-parallel size."""
-
-    def forward(x2: Tensor) -> Tensor:
-        x_max = maximum(x2.double().abs().amax(-1, keepdim=True))
-        return sum_fp64(kernels().linear_partial(x2, weight.prepared, x_max)).float()
-
-    y = _apply_linear(forward, x.reshape(-1, x.shape[-1]), master)
+    """bf16 linear whose K is split over ranks: sums on grids that the ranks share through `maximum`, so that `sum_fp64`
+    over the ranks cannot round and needs no order; one rounding. Exact, so equal at every tensor-parallel size, except
+    on GPU backends, where training and rollout agree at the same size."""
+    y = _apply_linear(
+        lambda x2: kernels().row_parallel_linear(x2, weight.prepared, maximum, sum_fp64),
+        x.reshape(-1, x.shape[-1]),
+        master,
+    )
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
@@ -277,7 +277,7 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
     def forward(z: Tensor) -> Tensor:
         if divisor != 1.0:
-            z = torch.div(z, torch.full((), divisor, dtype=torch.float32))
+            z = torch.div(z, torch.full((), divisor, dtype=torch.float32, device=z.device))
         y: Tensor = kernels().logprob(z, targets)
         return y
 

@@ -96,7 +96,7 @@ def plan_attention(
     if heads % groups or heads // groups > TILE_ROWS or head_dim > MAX_HEAD_DIM or v_pool.shape != k_pool.shape:
         raise ValueError(
             f"heads: {heads} over {groups}, head_dim {head_dim}; rule: key heads divide the heads, at most {TILE_ROWS} "
-            f"heads share one, head_dim at most {MAX_HEAD_DIM}; fix: use ops.reference.attention"
+            f"heads share one, head_dim at most {MAX_HEAD_DIM}; fix: precision.backend: emulated"
         )
     per_tile = TILE_ROWS // (heads // groups)
     tiles = [
@@ -104,9 +104,8 @@ def plan_attention(
         for sequence in range(len(cu_queries) - 1)
         for first in range(cu_queries[sequence], cu_queries[sequence + 1], per_tile)
     ]
-    columns = list(zip(*tiles, strict=True)) or [(), (), ()]
-    sequence, first, last = (torch.tensor(column, dtype=torch.int32, device=q.device) for column in columns)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sequence, first, last = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).t().contiguous().to(q.device)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # queries of no sequence stay zero
     arguments: dict[str, Any] = {
         "q_ptr": q.contiguous(),
         "k_ptr": k_pool.contiguous(),

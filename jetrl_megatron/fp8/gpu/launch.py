@@ -25,6 +25,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     E4M3: "*fp8e4nv",
 }
 

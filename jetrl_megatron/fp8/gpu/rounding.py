@@ -107,7 +107,8 @@ def exp32(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def tree_sum(x: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Sum of fp32 x [2^LEVELS] by halving: x[:n/2] + x[n/2:] (`ops.reference.tree_sum`)."""
+    """Row sums of fp32 x [ROWS, 2^LEVELS] by halving: x[:, :n/2] + x[:, n/2:] (`ops.reference.tree_sum`)."""
+    ROWS: tl.constexpr = x.shape[0]
     for level in tl.static_range(1, LEVELS):
-        x = tl.sum(tl.reshape(x, (2, 1 << (LEVELS - level))), axis=0)
-    return tl.sum(x, axis=0)
+        x = tl.sum(tl.reshape(x, (ROWS, 2, 1 << (LEVELS - level))), axis=1)
+    return tl.sum(x, axis=1)
