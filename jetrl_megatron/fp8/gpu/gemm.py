@@ -19,8 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_megatron.fp8.format import BLOCK, E4M3, num_blocks
-from jetrl_megatron.fp8.gpu.launch import Plan, check_matrix
-from jetrl_megatron.fp8.gpu.rounding import narrow, round_to_bf16
+from jetrl_megatron.fp8.gpu.launch import Plan, check_matrix, interpreting
+from jetrl_megatron.fp8.gpu.rounding import interpreted_dot, narrow, round_to_bf16
 from jetrl_megatron.fp8.gpu.tiles import TILES_TOGETHER, tile_of_program
 
 TILE_M, TILE_N = 64, 128
@@ -50,6 +50,7 @@ def _gemm_tile(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     """This program's tile of D. B_ROWS: rows of B that share a scale, 1 or 128. OUT: 0 fp32, 1 bf16, 2 added to the
     fp32 that is there."""
@@ -67,7 +68,7 @@ def _gemm_tile(
         b = tl.load(b_tile, mask=has_column[None, :] & has_depth[:, None], other=0.0)
         scale_a = tl.load(scale_a_tile, mask=has_row, other=0.0)
         scale_b = tl.load(scale_b_tile, mask=has_column, other=0.0)
-        partial = tl.dot(a, b)
+        partial = interpreted_dot(a, b) if INTERPRETED else tl.dot(a, b)
         acc = tl.fma(scale_a[:, None] * scale_b[None, :], partial, acc)
         a_tile, b_tile = a_tile + TILE_K, b_tile + TILE_K
         scale_a_tile += scale_a_group
@@ -104,6 +105,7 @@ def gemm_nt_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     _gemm_tile(
         a_ptr,
@@ -126,6 +128,7 @@ def gemm_nt_kernel(
         TILE_N,
         TILE_K,
         TOGETHER,
+        INTERPRETED,
     )
 
 
@@ -141,6 +144,7 @@ def grouped_gemm_nt_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
     """One tile of GEMM number program_id(1). ALIGNMENT: bytes that divide every address and stride of codes and D."""
     row = table_ptr + tl.program_id(1) * FIELDS
@@ -168,6 +172,7 @@ def grouped_gemm_nt_kernel(
             TILE_N,
             TILE_K,
             TOGETHER,
+            INTERPRETED,
         )
 
 
@@ -210,6 +215,7 @@ def _constants(b: Operand, target: Tensor, add: bool) -> dict[str, Any]:
         "TILE_N": TILE_N,
         "TILE_K": BLOCK,
         "TOGETHER": TILES_TOGETHER,
+        "INTERPRETED": interpreting(),
     }
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_megatron.fp8.gpu.launch import Plan, check_matrix, interpreting
-from jetrl_megatron.fp8.gpu.rounding import widen
+from jetrl_megatron.fp8.gpu.rounding import interpreted_dot
 from jetrl_megatron.fp8.gpu.tiles import TILES_TOGETHER, tile_of_program
 
 TILE_M, TILE_N, TILE_K = 128, 128, 64
@@ -33,9 +33,8 @@ def linear_kernel(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     TOGETHER: tl.constexpr,
-    WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
-    """WIDE: multiply in fp32, for the interpreter, whose dot has no bf16."""
     rows, columns = tile_of_program(m, n, TILE_M, TILE_N, TOGETHER)
     depth = tl.arange(0, TILE_K)
     has_row, has_column = rows < m, columns < n
@@ -46,7 +45,7 @@ def linear_kernel(
         has_depth = depth < k - first
         x = tl.load(x_tile, mask=has_row[:, None] & has_depth[None, :], other=0.0)
         weight = tl.load(weight_tile, mask=has_column[None, :] & has_depth[:, None], other=0.0)
-        acc = tl.dot(widen(x), widen(weight), acc, input_precision="ieee") if WIDE else tl.dot(x, weight, acc)
+        acc = acc + interpreted_dot(x, weight) if INTERPRETED else tl.dot(x, weight, acc)
         x_tile, weight_tile = x_tile + TILE_K, weight_tile + TILE_K
     tl.store(out_ptr + rows[:, None] * n + columns[None, :], acc, mask=has_row[:, None] & has_column[None, :])
 
@@ -74,7 +73,7 @@ def plan_linear(x: Tensor, weight: Tensor) -> Plan[Tensor]:
         "TILE_N": TILE_N,
         "TILE_K": TILE_K,
         "TOGETHER": TILES_TOGETHER,
-        "WIDE": interpreting(),
+        "INTERPRETED": interpreting(),
     }
     grid = (triton.cdiv(m, TILE_M) * triton.cdiv(n, TILE_N),)
     return Plan(linear_kernel, grid, arguments, constants, out, num_warps=8)
