@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
+from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops import reference
@@ -140,9 +141,8 @@ def fp8_grouped_linear(
     reduce: Reduce | None = None,
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
-    groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
     dtype = x.dtype if reduce is None else torch.float32
-    y = torch.cat([_fp8_linear(rows, master, weight, recipe, num_segments, dtype) for rows, master, weight in groups])
+    y = _fp8_grouped_linear(x, num_rows, masters, weights, recipe, num_segments, dtype)
     return y if reduce is None else reduce(y).to(x.dtype)
 
 

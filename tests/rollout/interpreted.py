@@ -1,7 +1,7 @@
 """Training and rollout on the Triton backend in Triton's interpreter, in a process that was started for it
 (TRITON_INTERPRET is read when triton is imported; engines inherit it).
 
-Arguments: model folder, `fp8` or `bf16`, output folder, which gets found.pt.
+Arguments: model folder, output folder, which gets found.pt.
 """
 
 from __future__ import annotations
@@ -37,23 +37,25 @@ Prompts = list[tuple[int, ...]]
 
 
 def main() -> None:
-    model_dir, precision, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    model_dir, out = Path(sys.argv[1]), Path(sys.argv[2])
     use_backend("triton")
-    fp8 = precision == "fp8"
-    policy = load_policy(model_dir, fp8, tp_invariant=False)
+    policy = load_policy(model_dir, fp8=True, tp_invariant=False)
     trainable = make_trainable(policy, OptimizerConfig(lr=1e-2), 10)
-    ids = prompts(policy.dims.vocab_size, count=5, longest=60)
+    ids = prompts(policy.dims.vocab_size, count=3, longest=30)
     found: dict[str, Any] = {}
-    with engine(model_dir, out / "engine", precision, "triton", max_running_requests=4) as pool:
+    with engine(model_dir, out / "engine", backend="triton", max_running_requests=4) as pool:
         for version in (0, 1):
-            pool.load_weights(publish(policy, out, version, fp8))
-            completions = pool.generate(requests(ids, TEMPERATURE, max_new_tokens=6))
-            found[f"decode {version}"] = (engine_logprobs(completions), trainer_logprobs(policy, ids, completions, 0.8))
+            pool.load_weights(publish(policy, out, version))
+            completions = pool.generate(requests(ids, TEMPERATURE, max_new_tokens=4))
+            found[f"decode {version}"] = (
+                engine_logprobs(completions),
+                trainer_logprobs(policy, ids, completions, TEMPERATURE),
+            )
             if version == 0:
                 train(trainable, ids, completions)
         found["prefill"] = (
-            torch.tensor([value for score in pool.score(ids[:3]) for value in score]),
-            torch.cat(compute_logprobs(policy, [pack([(p, 1)], 1.0, pad_multiple=1) for p in ids[:3]])),
+            torch.tensor([value for score in pool.score(ids[1:]) for value in score]),
+            torch.cat(compute_logprobs(policy, [pack([(p, 1)], 1.0, pad_multiple=1) for p in ids[1:]])),
         )
         training, rollout = training_flow(policy), rollout_flow(pool)
     found["flow"] = describe(judge(training, rollout))

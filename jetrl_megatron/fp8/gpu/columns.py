@@ -15,7 +15,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.format import BLOCK, E4M3, Fp8Format, Fp8Tensor, num_blocks
 from jetrl_megatron.fp8.gpu.launch import Plan, ScaleLayout, check_block_format, check_matrix, empty_scale, padded
 from jetrl_megatron.fp8.gpu.rounding import from_e4m3, magnitude_bits, round_to_bf16, scale_of, to_e4m3, widen
-from jetrl_megatron.fp8.gpu.tiles import store_quantized_rows, tile_at
+from jetrl_megatron.fp8.gpu.tiles import tile_at
 
 _COLUMNS = 64  # features of one program; a transposed row is 128 bytes, a whole line of memory
 
@@ -68,30 +68,21 @@ def columns_kernel(
     the tile is quantized along its rows too, into row_code and row_scale."""
     group_t = tl.program_id(0).to(tl.int64)
     tokens, columns, inside = tile_at(group_t, tl.program_id(1), num_tokens, num_columns, TOKENS, COLUMNS)
-    row_group = (tl.program_id(1) * COLUMNS // 128).to(tl.int64)
     offsets = tokens[:, None] * x_stride + columns[None, :]
+    if FROM_FP8 or WITH_ROWS:
+        row_group = (tl.program_id(1) * COLUMNS // 128).to(tl.int64)
+        row_scales = row_scale_ptr + tokens * row_scale_stride_row + row_group * row_scale_stride_group
     if FROM_FP8:
         code = tl.load(x_ptr + offsets, mask=inside, other=0)
-        row_scales = row_scale_ptr + tokens * row_scale_stride_row + row_group * row_scale_stride_group
         row_scale = tl.load(row_scales, mask=tokens < num_tokens, other=1.0)
         x = round_to_bf16(from_e4m3(code) * row_scale[:, None])
     else:
         x = widen(tl.load(x_ptr + offsets, mask=inside, other=0.0))
     if WITH_ROWS:
-        store_quantized_rows(
-            x,
-            row_code_ptr,
-            row_scale_ptr,
-            tokens,
-            columns,
-            row_group,
-            inside,
-            num_tokens,
-            num_columns,
-            row_scale_stride_row,
-            row_scale_stride_group,
-            POW2,
-        )
+        row_scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
+        row_code = to_e4m3(x, row_scale[:, None])
+        tl.store(row_code_ptr + tokens[:, None] * num_columns + columns[None, :], row_code, mask=inside)
+        tl.store(row_scales, row_scale, mask=tokens < num_tokens)
     _store_transposed(
         x,
         code_ptr,

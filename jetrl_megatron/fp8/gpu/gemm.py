@@ -209,7 +209,7 @@ def _constants(b: Operand, target: Tensor, add: bool) -> dict[str, Any]:
     if add and target.dtype != torch.float32:
         raise ValueError(f"out: {target.dtype}; rule: products are added in fp32; fix: an fp32 main_grad")
     return {
-        "B_ROWS": _rows_per_scale(*b[0].shape, b[1]),
+        "B_ROWS": _rows_per_scale(b[0], b[1]),
         "OUT": _ADD if add else _BF16 if target.dtype == torch.bfloat16 else _FP32,
         "TILE_M": TILE_M,
         "TILE_N": TILE_N,
@@ -219,8 +219,9 @@ def _constants(b: Operand, target: Tensor, add: bool) -> dict[str, Any]:
     }
 
 
-def _rows_per_scale(n: int, k: int, scale_b: Tensor) -> int:
+def _rows_per_scale(codes_b: Tensor, scale_b: Tensor) -> int:
     """1 for a row-expanded scale [N, G], 128 for a weight's grid [ceil(N/128), G]."""
+    n, k = codes_b.shape
     for rows in (BLOCK, 1):
         if scale_b.shape == (-(-n // rows), num_blocks(k)):
             return rows
@@ -276,5 +277,4 @@ def grouped_gemm_nt(a: Sequence[Operand], b: Sequence[Operand], out: Sequence[Te
     to) out [M_g, N]. Groups without rows, or without anything to contract, are left as they are."""
     used = [g for g, (codes, _) in enumerate(a) if codes.numel()]
     if used:
-        a, b, out = ([operands[g] for g in used] for operands in (a, b, out))
-        plan_grouped_gemm_nt(a, b, out, add).run()
+        plan_grouped_gemm_nt([a[g] for g in used], [b[g] for g in used], [out[g] for g in used], add).run()

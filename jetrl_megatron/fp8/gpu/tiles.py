@@ -42,9 +42,9 @@ def store_quantized_rows(
 ) -> None:
     """Quantize fp32 x [ROWS, up to 128], zeros outside the matrix: one scale per row. Its columns lie in `group`."""
     scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
-    tl.store(code_ptr + rows[:, None] * num_columns + columns[None, :], to_e4m3(x, scale[:, None]), mask=inside)
     scales = scale_ptr + rows * scale_stride_row + group.to(tl.int64) * scale_stride_group
     tl.store(scales, scale, mask=rows < num_rows)
+    tl.store(code_ptr + rows[:, None] * num_columns + columns[None, :], to_e4m3(x, scale[:, None]), mask=inside)
 
 
 @triton.jit
