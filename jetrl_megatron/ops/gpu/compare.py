@@ -126,8 +126,10 @@ def _fused(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Itera
     total = x + residual
     normed = reference.rmsnorm(total, weight, 1e-6)
     got = fused.rmsnorm(there, scaled_by, 1e-6, fmt, residual.to(device), layout)
-    expected = {**_parts(quantize_rows(normed, fmt)), "out": normed, "residual": total}
-    yield "residual + RMSNorm + quantize", _fused_parts(got), expected
+    expected = {"out": normed, "residual": total}
+    yield "residual + RMSNorm + quantize", _fused_parts(got), {**_parts(quantize_rows(normed, fmt)), **expected}
+    got = fused.rmsnorm(there, scaled_by, 1e-6, residual=residual.to(device))
+    yield "residual + RMSNorm", _fused_parts(got), expected
     normed = reference.rmsnorm(x, weight, 1e-6)
     got = fused.rmsnorm(there, scaled_by, 1e-6, fmt, layout=layout)
     yield "RMSNorm + quantize", _fused_parts(got), {**_parts(quantize_rows(normed, fmt)), "out": normed}
