@@ -2,14 +2,20 @@
 
 from jetrl_megatron.fp8.format import BLOCK, E4M3, E4M3_MAX, Fp8Format, Fp8Recipe, Fp8Tensor, dequantize
 from jetrl_megatron.fp8.gemm import gemm_nt, num_segments_for, ordered_add, prepare_weight, tree_add, whole
-from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad, fp8_linear, fp8_matmul
+from jetrl_megatron.fp8.linear import (
+    Fp8Weight,
+    accumulate_main_grad,
+    fp8_grouped_linear,
+    fp8_linear,
+    fp8_matmul,
+    quantize_weight,
+)
 from jetrl_megatron.fp8.quantize import (
     GridSlice,
     compact_weight_scale,
     expand_weight_scale,
     quantize_columns,
     quantize_rows,
-    quantize_weight,
 )
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "compact_weight_scale",
     "dequantize",
     "expand_weight_scale",
+    "fp8_grouped_linear",
     "fp8_linear",
     "fp8_matmul",
     "gemm_nt",

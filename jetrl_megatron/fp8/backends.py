@@ -13,6 +13,8 @@ must use the same one. Nothing falls back: a backend that cannot run here says w
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.fp8.quantize import GridSlice
 
 MODULES = {
     "deep_gemm": "jetrl_megatron.fp8.deep_gemm_backend",
@@ -31,10 +34,20 @@ DEEP_GEMM_CAPABILITY = (9, 0)
 
 
 class Backend(Protocol):
-    """Shape letters: M rows, N outputs, K contracted, T tokens."""
+    """Shape letters: M rows, N outputs, K contracted, T tokens. `_grouped`: one weight per group of rows, the bits of
+    the method without it, group by group."""
 
     def unusable(self) -> str | None:
         """Why this backend cannot run in this process; None if it can."""
+
+    def quantize_weight(
+        self,
+        weight: Tensor,
+        fmt: Fp8Format,
+        slices: Sequence[GridSlice] | None,
+        share_amax: Callable[[Tensor], Tensor] | None,
+    ) -> Fp8Tensor:
+        """See `fp8.quantize_weight`."""
 
     def quantize_rows(self, x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
         """x [M, K], groups along K."""
@@ -64,6 +77,73 @@ class Backend(Protocol):
 
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         """dY^T [N, T] times X [T, K] in fp32: added to main_grad [N, K] if there is one, else new."""
+
+    def fprop_grouped(
+        self,
+        x: Sequence[Tensor],
+        weights: Sequence[PreparedWeight],
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        """x: the groups' rows [M_g, K], one after the other in memory; quantized: of all of them. [M, N] and the
+        quantized groups."""
+
+    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        """dY [T_g, N] of every group: dX [T, K]."""
+
+    def wgrad_grouped(
+        self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """Every group's weight gradient."""
+
+
+class GroupLoops(ABC):
+    """The grouped methods of `Backend`, one group after the other."""
+
+    @abstractmethod
+    def fprop(
+        self,
+        x: Tensor,
+        weight: PreparedWeight,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, Fp8Tensor]: ...
+
+    @abstractmethod
+    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor: ...
+
+    @abstractmethod
+    def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor: ...
+
+    def fprop_grouped(
+        self,
+        x: Sequence[Tensor],
+        weights: Sequence[PreparedWeight],
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        found = [None] * len(x) if quantized is None else quantized.split([len(rows) for rows in x])
+        groups = [
+            self.fprop(rows, weight, num_segments, dtype, codes)
+            for rows, weight, codes in zip(x, weights, found, strict=True)
+        ]
+        return joined([y for y, _ in groups]), [codes for _, codes in groups]
+
+    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        return joined([self.dgrad(rows, weight, dtype) for rows, weight in zip(dy, weights, strict=True)])
+
+    def wgrad_grouped(
+        self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        return [self.wgrad(*group) for group in zip(dy_t, x_t, main_grads, strict=True)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One tensor of the groups' rows; a lone group is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def load(name: str) -> Backend:

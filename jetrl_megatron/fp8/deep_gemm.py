@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +67,12 @@ def execute(call: Call | None) -> Tensor | None:
 
 # ------------------------------------------------------------------------------------------------ layouts
 def tma_scale(scale: Tensor) -> Tensor:
-    """fp32 scales [..., M, G] with M contiguous and a pitch of whole 16 bytes; the tensor itself if it is that."""
+    """fp32 scales [..., M, G] with M contiguous, from a whole 16 bytes on, and a pitch of whole 16 bytes; the tensor
+    itself if it is that."""
     m, g = scale.shape[-2:]
     pitch = -(-m // 4) * 4
     strides = ((pitch * g,) if scale.dim() == 3 else ()) + (1, pitch)
-    if scale.stride() == strides:
+    if scale.stride() == strides and scale.storage_offset() % 4 == 0:
         return scale
     out = torch.empty_strided(scale.shape, strides, dtype=scale.dtype, device=scale.device)
     return out.copy_(scale)
@@ -248,29 +249,39 @@ def _check_experts(x: Fp8Tensor, num_rows: Sequence[int], codes_ENK: Tensor) -> 
     _check_contraction(x.data, codes_ENK)
 
 
-def prepare_grouped_wgrad(
-    dy: Sequence[Tensor], x: Sequence[Tensor], quantize: Callable[[Tensor], Fp8Tensor], main_grad_ENK: Tensor
-) -> Call | None:
-    """Per expert dY [T_e, N] and X [T_e, K] in bf16: main_grad [E, N, K] fp32 += dY^T X, in one call.
+def prepare_grouped_wgrad(dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grad_ENK: Tensor) -> Call | None:
+    """Per expert dY^T [N, T_e] and X^T [K, T_e], quantized along tokens: main_grad [E, N, K] fp32 += dY^T X in one call.
 
-    quantize: along tokens, `quantize_columns`. Tokens are padded to 128 per expert; one without any adds nothing.
-    None if no expert has any."""
-    shape = (len(dy), dy[0].shape[1], x[0].shape[1])
+    Tokens are padded to 128 per expert; one without any adds nothing. None if no expert has any."""
+    shape = (len(dy_t), len(dy_t[0].data), len(x_t[0].data))
     _check_main_grad(main_grad_ENK, shape)
-    lengths = [num_blocks(len(rows)) * BLOCK for rows in dy]
-    if [len(rows) for rows in dy] != [len(rows) for rows in x]:
-        raise ValueError("tokens: rule: dY and X of an expert have the same tokens; fix: check the routing")
+    for dy, x in zip(dy_t, x_t, strict=True):
+        _check_contraction(dy.data, x.data)
+    lengths = [num_blocks(columns.shape[1]) * BLOCK for columns in dy_t]
     if not sum(lengths):
         return None
-    left, right = _flatten_groups(dy, quantize), _flatten_groups(x, quantize)
+    left, right = _flatten_groups(dy_t), _flatten_groups(x_t)
     sizes = torch.tensor(lengths, dtype=torch.int32, device=main_grad_ENK.device)
     keywords = {"c": main_grad_ENK, "recipe": ROWWISE}
     arguments = (left, right, main_grad_ENK, lengths, sizes)
     return Call("k_grouped_fp8_gemm_nt_contiguous", arguments, main_grad_ENK, keywords)
 
 
-def _flatten_groups(groups: Sequence[Tensor], quantize: Callable[[Tensor], Fp8Tensor]) -> Operand:
+def _flatten_groups(groups: Sequence[Fp8Tensor]) -> Operand:
     """Experts' x^T, each [K, T_e padded], one after the other in one flat buffer; scales [K, sum of G_e] for TMA."""
-    operands = [pad_tokens(quantize(rows)) for rows in groups if len(rows)]
+    operands = [pad_tokens(columns) for columns in groups if columns.shape[1]]
     codes = torch.cat([codes.view(torch.uint8).reshape(-1) for codes, _ in operands]).view(E4M3)
     return codes, tma_scale(torch.cat([scale for _, scale in operands], dim=1))
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """[E, ...] of contiguous parts of one shape: a view where they lie one after the other (an engine's experts), a copy
+    elsewhere."""
+    first = parts[0]
+    size, memory = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
+    if all(
+        part.untyped_storage().data_ptr() == memory and part.data_ptr() == first.data_ptr() + i * size
+        for i, part in enumerate(parts)
+    ):
+        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(first.dtype)

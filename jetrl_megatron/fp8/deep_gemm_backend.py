@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,12 +37,38 @@ class DeepGemmBackend(TritonQuantizer):
             return torch.empty(0, weight.num_rows, dtype=dtype, device=dy.data.device)
         return y.to(dtype)
 
+    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        """One call, unless the result is fp32 or a weight has no 128x128 grid, which the grouped GEMM needs."""
+        grids = [weight.grid for weight in weights]
+        found = [grid for grid in grids if grid is not None]
+        if dtype != torch.bfloat16 or len(found) < len(grids) or len(dy) == 1:
+            return super().dgrad_grouped(dy, weights, dtype)
+        alignment = deep_gemm.library().get_mk_alignment_for_contiguous_layout()
+        codes = deep_gemm.stacked([weight.codes for weight in weights])
+        num_rows = [len(rows.data) for rows in dy]
+        call, layout = deep_gemm.prepare_grouped(
+            Fp8Tensor.joined(dy), num_rows, codes, deep_gemm.stacked(found), alignment
+        )
+        y = deep_gemm.execute(call)
+        if y is None:
+            return torch.empty(0, weights[0].num_rows, dtype=dtype, device=codes.device)
+        return y[layout.places]
+
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         if main_grad is None:
             shape = (len(dy_t.data), len(x_t.data))
             main_grad = torch.zeros(shape, dtype=torch.float32, device=dy_t.data.device)
         deep_gemm.execute(deep_gemm.prepare_wgrad(dy_t, x_t, main_grad))
         return main_grad
+
+    def wgrad_grouped(
+        self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The library adds to one [E, N, K]; Megatron's main_grads lie apart, so they get the products after."""
+        shape = (len(dy_t), len(dy_t[0].data), len(x_t[0].data))
+        products = torch.zeros(shape, dtype=torch.float32, device=dy_t[0].data.device)
+        deep_gemm.execute(deep_gemm.prepare_grouped_wgrad(dy_t, x_t, products))
+        return [made if grad is None else grad.add_(made) for made, grad in zip(products, main_grads, strict=True)]
 
 
 def has_nvcc() -> bool:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
+from jetrl_megatron.fp8.backends import GroupLoops
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight, gemm_nt, prepare_weight, quantized_matmul
-from jetrl_megatron.fp8.quantize import quantize_columns, quantize_rows
+from jetrl_megatron.fp8.quantize import GridSlice, quantize_columns, quantize_rows, quantize_weight
 
 
-class Emulated:
+class Emulated(GroupLoops):
     """See `backends.Backend`."""
 
     def unusable(self) -> str | None:
         return None
+
+    def quantize_weight(
+        self,
+        weight: Tensor,
+        fmt: Fp8Format,
+        slices: Sequence[GridSlice] | None,
+        share_amax: Callable[[Tensor], Tensor] | None,
+    ) -> Fp8Tensor:
+        return quantize_weight(weight, fmt, slices, share_amax)
 
     def quantize_rows(self, x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
         return quantize_rows(x, fmt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,6 +61,17 @@ class Fp8Tensor:
     @property
     def shape(self) -> torch.Size:
         return self.data.shape
+
+    def split(self, num_rows: Sequence[int]) -> list[Fp8Tensor]:
+        """Runs of rows, without a copy."""
+        parts = zip(self.data.split(list(num_rows)), self.scale.split(list(num_rows)), strict=True)
+        return [Fp8Tensor(data, scale, self.format, self.quantizer) for data, scale in parts]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fp8Tensor]) -> Fp8Tensor:
+        """Rows one after the other."""
+        data = torch.cat([part.data.view(torch.uint8) for part in parts]).view(E4M3)
+        return cls(data, torch.cat([part.scale for part in parts]), parts[0].format, parts[0].quantizer)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """data * scale as [M, K], the product in fp32, one rounding."""

@@ -100,7 +100,7 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     """
     if weight.format.granularity != "block":
         return prepare_weight(quantize_rows(weight.dequantize().t().contiguous(), weight.format))
-    order = _contraction_order(slices).to(weight.data.device)
+    order = contraction_order(slices).to(weight.data.device)
     if torch.equal(order, torch.arange(len(weight.data), device=order.device)):
         row_scale = weight.scale[::BLOCK].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
         return PreparedWeight(weight.data.t().contiguous(), row_scale.contiguous(), weight.format, len(order))
@@ -112,7 +112,7 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     return PreparedWeight(transposed, row_scale.contiguous(), weight.format, len(order), order)
 
 
-def _contraction_order(slices: Sequence[GridSlice]) -> Tensor:
+def contraction_order(slices: Sequence[GridSlice]) -> Tensor:
     """Local rows in groups of 128 slots, one group per block of the grid; unused slots are -1."""
     groups = []
     for part in slices:

@@ -12,19 +12,35 @@ exists. Shape letters: T tokens, K input features, N output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8.backends import active
+from jetrl_megatron.fp8.backends import active, joined
 from jetrl_megatron.fp8.carried import carried
-from jetrl_megatron.fp8.format import Fp8Recipe, Fp8Tensor
+from jetrl_megatron.fp8.format import Fp8Format, Fp8Recipe, Fp8Tensor
 from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed, prepare_weight
 from jetrl_megatron.fp8.quantize import GridSlice
 from jetrl_megatron.fp8.recorder import differentiated, note
+
+
+def quantize_weight(
+    weight: Tensor,
+    fmt: Fp8Format,
+    slices: Sequence[GridSlice] | None = None,
+    share_amax: Callable[[Tensor], Tensor] | None = None,
+) -> Fp8Tensor:
+    """Quantize a weight [N, K] on the 128x128 grid of its Hugging Face tensors.
+
+    slices: one per Hugging Face tensor held in `weight` (fused qkv: three); default: `weight` is one whole tensor.
+    share_amax: maximum over the tensor-parallel group, applied to the amax of each tensor's whole grid
+    [ceil(total/128), G]; required when a boundary between ROW shards cuts a block, harmless for other row shards, wrong
+    for column shards (their grids cover different columns).
+    """
+    return active().quantize_weight(weight.detach(), fmt, slices, share_amax)
 
 
 @dataclass
@@ -49,12 +65,16 @@ class Fp8Weight:
 
 def fp8_matmul(x: Tensor, weight: Fp8Weight, num_segments: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
     """FProp without autograd: x [T, K] bf16 -> [T, N], the fp32 accumulator rounded once to `dtype`."""
-    return _fprop(x, weight, num_segments, dtype)[0]
+    return _fprop(x, [len(x)], [weight], num_segments, dtype)[0]
 
 
-def _fprop(x: Tensor, weight: Fp8Weight, num_segments: int, dtype: torch.dtype) -> tuple[Tensor, Fp8Tensor]:
-    found = carried(x, weight.fprop.format)
-    y, quantized = active().fprop(x, weight.fprop, num_segments, dtype, found)
+def _fprop(
+    x: Tensor, num_rows: Sequence[int], weights: Sequence[Fp8Weight], num_segments: int, dtype: torch.dtype
+) -> tuple[Tensor, list[Fp8Tensor]]:
+    fmt = weights[0].fprop.format
+    found = carried(x, fmt) if fmt.granularity == "block" or len(weights) == 1 else None
+    groups = x.split(list(num_rows))
+    y, quantized = active().fprop_grouped(groups, [w.fprop for w in weights], num_segments, dtype, found)
     note("internal", "x", quantized)
     note("internal", "accumulator", torch.float32)
     return y, quantized
@@ -72,10 +92,24 @@ def fp8_linear(
 
     master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
-        y: Tensor = _Fp8Linear.apply(x, master, weight, recipe, num_segments, dtype)
+    return fp8_grouped_linear(x, [len(x)], [master], [weight], recipe, num_segments, dtype)
+
+
+def fp8_grouped_linear(
+    x: Tensor,
+    num_rows: Sequence[int],
+    masters: Sequence[Tensor],
+    weights: Sequence[Fp8Weight],
+    recipe: Fp8Recipe,
+    num_segments: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """`fp8_linear` with one weight per group: x [T, K], sorted by group, num_rows per group -> [T, N]. The weights have
+    one shape."""
+    if torch.is_grad_enabled() and (x.requires_grad or any(master.requires_grad for master in masters)):
+        y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, *masters)
         return y
-    return fp8_matmul(x, weight, num_segments, dtype)
+    return _fprop(x, num_rows, weights, num_segments, dtype)[0]
 
 
 @differentiated
@@ -84,75 +118,108 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        master: Tensor,
-        weight: Fp8Weight,
+        num_rows: Sequence[int],
+        weights: Sequence[Fp8Weight],
         recipe: Fp8Recipe,
         num_segments: int,
         dtype: torch.dtype,
+        *masters: Tensor,
     ) -> Tensor:
         x = x.detach()
-        y, quantized = _fprop(x, weight, num_segments, dtype)
-        ctx.weight, ctx.recipe, ctx.master, ctx.dtype = weight, recipe, master, x.dtype
+        y, quantized = _fprop(x, num_rows, weights, num_segments, dtype)
+        ctx.num_rows, ctx.weights, ctx.recipe, ctx.masters, ctx.dtype = num_rows, weights, recipe, masters, x.dtype
+        groups = x.split(list(num_rows))
         if recipe.saved_activation == "bf16":
-            ctx.save_for_backward(x)
+            ctx.save_for_backward(*groups)
             note("saved", "x", x)
         else:
             columnwise = recipe.saved_activation == "columnwise"
-            saved = active().quantize_columns(x, recipe.format) if columnwise else quantized
-            ctx.save_for_backward(saved.data, saved.scale)
+            saved = [active().quantize_columns(rows, recipe.format) for rows in groups] if columnwise else quantized
+            ctx.save_for_backward(*(tensor for group in saved for tensor in (group.data, group.scale)))
             note("saved", "x along tokens" if columnwise else "x", saved)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dy = grads[0].to(ctx.dtype)
-        recipe, weight, master = ctx.recipe, ctx.weight, ctx.master
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        dy_rows = dy_t = dx = dw = None
-        if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weight.dgrad.order is None:
-            dy_rows, dy_t = active().quantize_both(dy, recipe.format)
-        if need_dx:
-            dx = _dgrad(dy, dy_rows, master.detach(), weight, recipe)
+        dy = grads[0].to(ctx.dtype).split(list(ctx.num_rows))
+        recipe, weights, masters = ctx.recipe, ctx.weights, ctx.masters
+        need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        per_group = 1 if recipe.saved_activation == "bf16" else 2
+        saved = [ctx.saved_tensors[i : i + per_group] for i in range(0, len(ctx.saved_tensors), per_group)]
+        operands: list[tuple[Fp8Tensor | None, Fp8Tensor | None]] = [(None, None)] * len(dy)
+        if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weights[0].dgrad.order is None:
+            operands = [active().quantize_both(rows, recipe.format) for rows in dy]
+        dx = _dgrad(dy, [rows for rows, _ in operands], masters, weights, recipe) if need_dx else None
+        dw: list[Tensor | None] = [None] * len(masters)
         if need_dw and recipe.wgrad == "fp8":
-            dw = _wgrad(dy, dy_t, ctx.saved_tensors, master, recipe)
+            dw = [*_wgrad(dy, [columns for _, columns in operands], saved, masters, recipe)]
         elif need_dw:
-            dw = _wgrad_bf16(dy, ctx.saved_tensors, master, recipe)
-        return dx, dw, None, None, None, None
+            dw = [_wgrad_bf16(*group, recipe) for group in zip(dy, saved, masters, strict=True)]
+        return dx, None, None, None, None, None, *dw
 
 
-def _dgrad(dy: Tensor, dy_rows: Fp8Tensor | None, master: Tensor, weight: Fp8Weight, recipe: Fp8Recipe) -> Tensor:
-    """dY [T, N], and it quantized if that is done already -> dX [T, K] in dY's dtype."""
+def _dgrad(
+    dy: Sequence[Tensor],
+    dy_rows: Sequence[Fp8Tensor | None],
+    masters: Sequence[Tensor],
+    weights: Sequence[Fp8Weight],
+    recipe: Fp8Recipe,
+) -> Tensor:
+    """dY [T, N] of every group, and it quantized if that is done already -> dX [T, K] in dY's dtype."""
+    dtype = dy[0].dtype
     if recipe.dgrad == "bf16":
         note("internal", "dy of DGrad", dy)
-        note("internal", "weight of DGrad", master.to(dy.dtype))
-        return dy @ master.to(dy.dtype)
-    prepared = weight.dgrad
-    if dy_rows is None:
-        if prepared.order is not None:
-            order = prepared.order
-            zero = torch.zeros((), dtype=dy.dtype, device=dy.device)
-            dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], zero)
-        dy_rows = active().quantize_rows(dy, recipe.format)
-    note("internal", "dy of DGrad", dy_rows)
-    note("internal", "weight of DGrad", weight)
-    return active().dgrad(dy_rows, prepared, dy.dtype)
+        wide = [master.detach().to(dtype) for master in masters]
+        note("internal", "weight of DGrad", wide)
+        return joined([rows @ weight for rows, weight in zip(dy, wide, strict=True)])
+    prepared = [weight.dgrad for weight in weights]
+    operands = [
+        _dgrad_operand(rows, weight.order, recipe) if done is None else done
+        for rows, done, weight in zip(dy, dy_rows, prepared, strict=True)
+    ]
+    note("internal", "dy of DGrad", operands)
+    note("internal", "weight of DGrad", weights)
+    return active().dgrad_grouped(operands, prepared, dtype)
 
 
-def _wgrad(dy: Tensor, dy_t: Fp8Tensor | None, saved: Sequence[Tensor], master: Tensor, recipe: Fp8Recipe) -> Tensor:
-    """dY [T, N], it quantized along tokens if that is done, and the saved activation -> the weight's gradient."""
-    if dy_t is None:
-        dy_t = active().quantize_columns(dy, recipe.format)
-    if recipe.saved_activation == "bf16":
-        x_t = active().quantize_columns(saved[0], recipe.format)
-    else:
-        x_t = Fp8Tensor(saved[0], saved[1], recipe.format)
-        if recipe.saved_activation == "rowwise":
-            x_t = active().requantize_columns(x_t, dy.dtype)
+def _dgrad_operand(dy: Tensor, order: Tensor | None, recipe: Fp8Recipe) -> Fp8Tensor:
+    """dY [T, N] quantized along N, its columns first put where W^T has them (`PreparedWeight.order`)."""
+    if order is not None:
+        zero = torch.zeros((), dtype=dy.dtype, device=dy.device)
+        dy = torch.where(order >= 0, dy[:, order.clamp_min(0)], zero)
+    return active().quantize_rows(dy, recipe.format)
+
+
+def _wgrad(
+    dy: Sequence[Tensor],
+    dy_columns: Sequence[Fp8Tensor | None],
+    saved: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    recipe: Fp8Recipe,
+) -> Sequence[Tensor]:
+    """dY [T, N] of every group, it quantized along tokens if that is done, and the saved activations -> the weights'
+    gradients."""
+    dy_t = [
+        active().quantize_columns(rows, recipe.format) if done is None else done
+        for rows, done in zip(dy, dy_columns, strict=True)
+    ]
+    x_t = [_wgrad_operand(tensors, recipe, dy[0].dtype) for tensors in saved]
     note("internal", "dy of WGrad", dy_t)
     note("internal", "x of WGrad", x_t)
-    main_grad = getattr(master, "main_grad", None)
-    dw = active().wgrad(dy_t, x_t, main_grad)
-    return dw.to(master.dtype) if main_grad is None else _main_grad_added(master)
+    main_grads = [getattr(master, "main_grad", None) for master in masters]
+    dw = active().wgrad_grouped(dy_t, x_t, main_grads)
+    return [
+        made.to(master.dtype) if grad is None else _main_grad_added(master)
+        for made, grad, master in zip(dw, main_grads, masters, strict=True)
+    ]
+
+
+def _wgrad_operand(saved: Sequence[Tensor], recipe: Fp8Recipe, dtype: torch.dtype) -> Fp8Tensor:
+    """X^T [K, T] quantized along tokens, from what forward saved."""
+    if recipe.saved_activation == "bf16":
+        return active().quantize_columns(saved[0], recipe.format)
+    x = Fp8Tensor(saved[0], saved[1], recipe.format)
+    return active().requantize_columns(x, dtype) if recipe.saved_activation == "rowwise" else x
 
 
 def _wgrad_bf16(dy: Tensor, saved: Sequence[Tensor], master: Tensor, recipe: Fp8Recipe) -> Tensor:

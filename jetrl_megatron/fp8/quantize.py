@@ -99,14 +99,7 @@ def quantize_weight(
     slices: Sequence[GridSlice] | None = None,
     share_amax: Callable[[Tensor], Tensor] | None = None,
 ) -> Fp8Tensor:
-    """Quantize a weight [N, K] on the 128x128 grid of its Hugging Face tensors.
-
-    slices: one per Hugging Face tensor held in `weight` (fused qkv: three); default: `weight` is one whole tensor.
-    share_amax: maximum over the tensor-parallel group, applied to the amax of each tensor's whole grid
-    [ceil(total/128), G]; required when a boundary between ROW shards cuts a block, harmless for other row shards, wrong
-    for column shards (their grids cover different columns).
-    """
-    weight = weight.detach()
+    """The form of `fp8.quantize_weight` for any device."""
     if slices is None and share_amax is None and fmt.granularity == "block" and compiled.usable(weight):
         data, scale = compiled.quantize_blocks(weight, fmt.scale_format == "pow2")
         return Fp8Tensor(data, scale, fmt)

@@ -35,13 +35,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int],
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu: list[int], scale: float) -> Tensor:
-    starts = torch.tensor(cu[:-1])
-    lengths = torch.tensor(cu).diff()
-    longest = int(lengths.max())
-    table = (starts[:, None] + torch.arange(longest)[None]).clamp_max(q.shape[0] - 1)
+    lengths = [end - start for start, end in pairwise(cu)]
+    starts = torch.tensor(cu[:-1], device=q.device)
+    table = (starts[:, None] + torch.arange(max(lengths), device=q.device)).clamp_max(q.shape[0] - 1)
     kv_len = torch.zeros(q.shape[0], dtype=torch.int64)
-    kv_len[: cu[-1]] = torch.cat([torch.arange(1, int(n) + 1) for n in lengths])
-    o: Tensor = kernels().attention(q, k, v, table, cu, kv_len, scale)
+    kv_len[: cu[-1]] = torch.cat([torch.arange(1, n + 1) for n in lengths])
+    o: Tensor = kernels().attention(q, k, v, table, cu, kv_len.to(q.device), scale)
     return o
 
 
@@ -60,7 +59,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-        for index, valid in _padded_groups(ctx.cu):
+        for index, valid in _padded_groups(ctx.cu, q.device):
             q_BHSD, k_BGSD, v_BGSD = (t[index].float().transpose(1, 2).requires_grad_() for t in (q, k, v))
             with torch.enable_grad():
                 o = F.scaled_dot_product_attention(
@@ -72,7 +71,7 @@ class _PackedAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def _padded_groups(cu: list[int], max_tokens: int = 8192) -> list[tuple[Tensor, Tensor]]:
+def _padded_groups(cu: list[int], device: torch.device, max_tokens: int = 8192) -> list[tuple[Tensor, Tensor]]:
     """Sequences of similar length as index [b, s] into the packed tokens and a validity mask [b, s]."""
     spans = sorted(pairwise(cu), key=lambda span: span[1] - span[0])
     spans = [span for span in spans if span[1] > span[0]]
@@ -88,9 +87,9 @@ def _padded_groups(cu: list[int], max_tokens: int = 8192) -> list[tuple[Tensor, 
     result = []
     for group in groups:
         longest = group[-1][1] - group[-1][0]
-        offsets = torch.arange(longest)
-        starts = torch.tensor([a for a, _ in group])[:, None]
-        ends = torch.tensor([b for _, b in group])[:, None]
+        offsets = torch.arange(longest, device=device)
+        starts = torch.tensor([a for a, _ in group], device=device)[:, None]
+        ends = torch.tensor([b for _, b in group], device=device)[:, None]
         index = starts + offsets
         result.append((torch.minimum(index, ends - 1), index < ends))
     return result

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -151,6 +152,12 @@ def linear(x: Tensor, prepared: Prepared) -> Tensor:
     out = torch.empty(x.shape[0], len(prepared[0].scale), dtype=torch.float32)
     _grid_gemm(x, 0, prepared[0], None, None, out)
     return out
+
+
+def row_parallel_linear(
+    x: Tensor, prepared: Prepared, maximum: Callable[[Tensor], Tensor], sum_fp64: Callable[[Tensor], Tensor]
+) -> Tensor:
+    return sum_fp64(linear_partial(x, prepared, maximum(reference.row_max(x)))).float()
 
 
 def _grid_gemm(

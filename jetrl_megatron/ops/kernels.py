@@ -1,29 +1,46 @@
-"""Which set of kernels the operators call. Every set gives the same bits; they differ in speed only."""
+"""Which set of kernels the operators call: the one that the FP8 backend of this process brings.
+
+| kernel set | with backend | bits |
+|---|---|---|
+| `compiled`, `reference` | `emulated` | the same on both |
+| `triton` | `triton`, `deep_gemm` | the same where docs/gpu.md says so: not those of tensor-core sums |
+"""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 
+from jetrl_megatron.fp8.backends import active_name
 from jetrl_megatron.native import native
 
 KERNEL_SETS = {
     "compiled": "jetrl_megatron.ops.compiled",
     "reference": "jetrl_megatron.ops.reference",
+    "triton": "jetrl_megatron.ops.gpu.kernels",
 }
 
-_active: list[ModuleType] = []
+_chosen: list[str] = []
 
 
-def use_kernels(name: str) -> None:
-    """Select a kernel set for this process. Raises ValueError for an unknown name."""
-    if name not in KERNEL_SETS:
+def use_kernels(name: str | None) -> None:
+    """Select a kernel set for this process, whatever its backend; None: the backend's again. Raises ValueError for an
+    unknown name."""
+    if name is not None and name not in KERNEL_SETS:
         raise ValueError(f"kernels: {name!r}; rule: a known kernel set; fix: one of {sorted(KERNEL_SETS)}")
-    _active[:] = [importlib.import_module(KERNEL_SETS[name])]
+    _chosen[:] = [] if name is None else [name]
+
+
+def kernels_name() -> str:
+    """Name of the active kernel set: unless chosen otherwise, Triton's with a GPU backend, and with the emulated one
+    compiled C++ where it can be built, else the torch reference."""
+    if _chosen:
+        return _chosen[0]
+    if active_name() != "emulated":
+        return "triton"
+    return "compiled" if native() is not None else "reference"
 
 
 def kernels() -> ModuleType:
-    """The active kernel set: unless chosen otherwise, compiled C++ where it can be built, else the torch reference."""
-    if not _active:
-        use_kernels("compiled" if native() is not None else "reference")
-    return _active[0]
+    """The active kernel set."""
+    return importlib.import_module(KERNEL_SETS[kernels_name()])

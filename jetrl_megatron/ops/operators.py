@@ -17,6 +17,7 @@ from torch import Tensor
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
 from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
+from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops import reference
@@ -140,9 +141,8 @@ def fp8_grouped_linear(
     reduce: Reduce | None = None,
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
-    groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
     dtype = x.dtype if reduce is None else torch.float32
-    y = torch.cat([_fp8_linear(rows, master, weight, recipe, num_segments, dtype) for rows, master, weight in groups])
+    y = _fp8_grouped_linear(x, num_rows, masters, weights, recipe, num_segments, dtype)
     return y if reduce is None else reduce(y).to(x.dtype)
 
 
@@ -157,7 +157,7 @@ class ExactWeight:
     @timed("prepare_weight")
     def of(cls, weight: Tensor, maximum: Reduce | None = None) -> ExactWeight:
         weight = weight.detach()
-        row_max = None if maximum is None else maximum(weight.double().abs().amax(-1, keepdim=True))
+        row_max = None if maximum is None else maximum(reference.row_max(weight))
         return cls(kernels().prepare_linear(weight, row_max))
 
 
@@ -169,14 +169,14 @@ def linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
 
 @operator("linear")
 def row_parallel_linear(x: Tensor, master: Tensor, weight: ExactWeight, maximum: Reduce, sum_fp64: Reduce) -> Tensor:
-    """Exact bf16 linear whose K is split over ranks: the row grids come from `maximum` over the group, the exact fp64
-    partial sums are added by `sum_fp64` in any order; one rounding. Equal at every tensor-parallel size."""
-
-    def forward(x2: Tensor) -> Tensor:
-        x_max = maximum(x2.double().abs().amax(-1, keepdim=True))
-        return sum_fp64(kernels().linear_partial(x2, weight.prepared, x_max)).float()
-
-    y = _apply_linear(forward, x.reshape(-1, x.shape[-1]), master)
+    """bf16 linear whose K is split over ranks: sums on grids that the ranks share through `maximum`, so that `sum_fp64`
+    over the ranks cannot round and needs no order; one rounding. Exact, so equal at every tensor-parallel size, except
+    on GPU backends, where training and rollout agree at the same size."""
+    y = _apply_linear(
+        lambda x2: kernels().row_parallel_linear(x2, weight.prepared, maximum, sum_fp64),
+        x.reshape(-1, x.shape[-1]),
+        master,
+    )
     return y.to(x.dtype).view(*x.shape[:-1], y.shape[-1])
 
 
@@ -277,7 +277,7 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
 
     def forward(z: Tensor) -> Tensor:
         if divisor != 1.0:
-            z = torch.div(z, torch.full((), divisor, dtype=torch.float32))
+            z = torch.div(z, torch.full((), divisor, dtype=torch.float32, device=z.device))
         y: Tensor = kernels().logprob(z, targets)
         return y
 

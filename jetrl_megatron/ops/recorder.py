@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from jetrl_megatron.fp8.backends import active_name
 from jetrl_megatron.fp8.recorder import Edge, Node, Recording, modules, node, note, num_recorded, record, recording
+from jetrl_megatron.ops.kernels import kernels_name
 from jetrl_megatron.ops.timing import timed
 
 __all__ = ["Edge", "Node", "Recording", "attach", "operator", "record", "recording"]
@@ -60,11 +61,7 @@ def operator(name: str, **names: str) -> Callable[[F], F]:
 def _kernels_behind(quantized: bool) -> str:
     """What a node's `kernels` says: the kernel set; at an FP8 weight the FP8 backend, unless that is the emulated one,
     which uses the kernel set itself."""
-    from jetrl_megatron.ops.kernels import kernels
-
-    if quantized and active_name() != "emulated":
-        return active_name()
-    return kernels().__name__.rsplit(".", 1)[-1]
+    return active_name() if quantized and active_name() != "emulated" else kernels_name()
 
 
 def _is_fp8_weight(value: Any) -> bool:

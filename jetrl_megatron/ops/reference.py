@@ -9,14 +9,14 @@ key/value pool, B sequences, L keys, E experts, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, quantize_rows
 
-F32, F64 = torch.float32, torch.float64
+F32, F64, I64 = torch.float32, torch.float64, torch.int64
 MAX_EXACT_K = 8192  # 20 + 20 + log2(8192) = 53 bits
 _MAX_SCORES = 1 << 22  # elements of one attention work item, bounds memory
 _QUERY_CHUNK = 128
@@ -79,12 +79,17 @@ def log64(s: Tensor) -> Tensor:
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-    return (exponent.to(torch.int64) + 1023).bitwise_left_shift(52).view(F64)
+    return (exponent.to(I64) + 1023).bitwise_left_shift(52).view(F64)
 
 
 def _exponent(magnitude: Tensor) -> Tensor:
     """e with 2^(e-1) <= magnitude < 2^e."""
     return torch.frexp(magnitude.clamp_min(1e-30))[1]
+
+
+def row_max(x: Tensor) -> Tensor:
+    """max |row| of x [..., K] as fp64 [..., 1]; NaN where a row has one."""
+    return x.abs().amax(-1, keepdim=True).double()
 
 
 def grid(x: Tensor, bits: int, row_max: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -172,6 +177,17 @@ def linear(x: Tensor, prepared: list[tuple[Tensor, Tensor]]) -> Tensor:
     return linear_partial(x, prepared).float()
 
 
+def row_parallel_linear(
+    x: Tensor,
+    prepared: list[tuple[Tensor, Tensor]],
+    maximum: Callable[[Tensor], Tensor],
+    sum_fp64: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """`linear` whose K is split over ranks: the row grids come from `maximum` over the group, the exact partial sums
+    meet in `sum_fp64`, in any order."""
+    return sum_fp64(linear_partial(x, prepared, maximum(row_max(x)))).float()
+
+
 # ------------------------------------------------------------------------------------------------ attention
 def attention(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
@@ -186,8 +202,8 @@ def attention(
     lengths = kv_len.tolist()
     for items in _work_groups(cu_queries, lengths, q.shape[1]):
         tq, tk = max(end - start for _, start, end in items), max(max(lengths[s:e]) for _, s, e in items)
-        index = torch.tensor([[min(start + i, end - 1) for i in range(tq)] for _, start, end in items])
-        slots = table[torch.tensor([b for b, _, _ in items]), :tk].long()
+        index = q.new_tensor([[min(start + i, end - 1) for i in range(tq)] for _, start, end in items], dtype=I64)
+        slots = table[q.new_tensor([b for b, _, _ in items], dtype=I64), :tk].long()
         o = _attend(q[index], k_pool[slots], v_pool[slots], kv_len[index], scale)
         out[index] = o
     return out
@@ -224,7 +240,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor, scale: float) -> Te
     qi = (qi * qs).view(batch, tq, groups, per_group, dim).permute(0, 2, 3, 1, 4).reshape(-1, per_group * tq, dim)
     ki = (ki * ks).permute(0, 2, 3, 1).reshape(batch * groups, dim, tk)
     s = torch.bmm(qi, ki).float().mul_(scale).view(batch, groups, per_group, tq, tk)
-    hidden = (torch.arange(tk) >= kv_len[..., None]).view(batch, 1, 1, tq, tk)
+    hidden = (torch.arange(tk, device=q.device) >= kv_len[..., None]).view(batch, 1, 1, tq, tk)
     s.masked_fill_(hidden, float("-inf"))
     p = exp32(s.sub_(s.amax(-1, keepdim=True))).masked_fill_(hidden, 0.0).double()
     denominator = (p * 16777216.0).round_().sum(-1, keepdim=True)
@@ -292,7 +308,7 @@ def draw(logits: Tensor, weights: Tensor, uniforms: Tensor, top_p: Tensor, top_k
     ids = _sample_cut(logits[cut], weights[cut], uniforms[cut], top_p[cut], top_k[cut])
     if bool(cut.all()):
         return ids
-    out = torch.empty(len(logits), dtype=torch.int64)
+    out = torch.empty(len(logits), dtype=I64, device=logits.device)
     out[cut], out[~cut] = ids, _inverse_cdf(weights[~cut], uniforms[~cut])
     return out
 
@@ -300,7 +316,7 @@ def draw(logits: Tensor, weights: Tensor, uniforms: Tensor, top_p: Tensor, top_k
 def _sample_cut(logits: Tensor, weights: Tensor, uniforms: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
     weights = weights.gather(-1, order)
-    keep = torch.arange(logits.shape[-1]).unsqueeze(0) < top_k.unsqueeze(-1)
+    keep = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0) < top_k.unsqueeze(-1)
     kept_mass = (weights * keep).sum(-1, keepdim=True)
     keep &= (weights.cumsum(-1) - weights) < kept_mass * top_p.double().unsqueeze(-1)
     keep[:, 0] = True

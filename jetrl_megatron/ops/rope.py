@@ -17,7 +17,8 @@ _CHUNK = 1024  # fixed shape of one evaluation, so that a position always takes 
 
 @dataclass
 class RopeTable:
-    """cos and sin of every position, grown on demand. scaling: the llama3 parameters or None."""
+    """cos and sin of every position, grown on demand. scaling: the llama3 parameters or None. Computed on the CPU, so
+    that they are the same bits everywhere; kept where they are looked up."""
 
     theta: float
     head_dim: int
@@ -38,6 +39,8 @@ class RopeTable:
         needed = int(positions.max()) + 1 if positions.numel() else 1
         if self._cos.shape[0] < needed:
             self._grow(needed)
+        if self._cos.device != positions.device:
+            self._cos, self._sin = self._cos.to(positions.device), self._sin.to(positions.device)
         positions = positions.long()
         return self._cos[positions], self._sin[positions]
 

@@ -20,14 +20,17 @@ CHUNK = 64
 
 
 @contextmanager
-def engine(model_dir: Path, work_dir: Path, precision: str = "fp8", **spec: Any) -> Iterator[EnginePool]:
+def engine(
+    model_dir: Path, work_dir: Path, precision: str = "fp8", backend: str = "emulated", **spec: Any
+) -> Iterator[EnginePool]:
     """A pool of one engine without weights. spec: fields of EngineSpec to override."""
     config = json.loads((model_dir / "config.json").read_text())
     quantization = {
         "quant_method": f"jetrl_{precision}",
         "granularity": "block",
         "scale_format": "fp32",
-        "tp_invariant": True,
+        "tp_invariant": backend == "emulated",
+        "backend": backend,
     }
     folder = work_dir / "engine_model"
     folder.mkdir(parents=True)

@@ -46,7 +46,9 @@ def one_rank() -> Ranks:
     return _alone[0]
 
 
-def load_policy(model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None):  # type: ignore[no-untyped-def]
+def load_policy(  # type: ignore[no-untyped-def]
+    model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None, tp_invariant: bool = True
+):
     """The policy of an HF folder, TP 1."""
     from jetrl_megatron.megatron.gather import load_hf
     from jetrl_megatron.megatron.linear import LinearPrecision
@@ -56,7 +58,7 @@ def load_policy(model_dir: Path, fp8: bool, recipe: Fp8Recipe | None = None):  #
     join_alone()
     ranks = one_rank()
     checkpoint = HfCheckpoint(model_dir)
-    precision = LinearPrecision(fp8, recipe or Fp8Recipe())
+    precision = LinearPrecision(fp8, recipe or Fp8Recipe(), tp_invariant)
     policy = build_policy(ModelDims.from_hf(checkpoint.config), ParallelConfig(), ranks, precision)
     load_hf(policy, checkpoint)
     return policy

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_megatron.fp8.gpu.launch import Plan, interpreting
-from jetrl_megatron.fp8.gpu.rounding import narrow, round_to_bf16, widen
+from jetrl_megatron.fp8.gpu.rounding import interpreted_dot, narrow, round_to_bf16
 
 TILE_ROWS, TILE_KEYS = 64, 64
 MAX_HEAD_DIM = 128
@@ -42,10 +42,9 @@ def attention_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ) -> None:
-    """One tile of queries of one sequence, times the PER_GROUP heads that share a key head. WIDE: multiply in fp32, for
-    the interpreter, whose dot has no bf16."""
+    """One tile of queries of one sequence, times the PER_GROUP heads that share a key head."""
     tile, group = tl.program_id(0), tl.program_id(1)
     rows, keys, dims = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, DIM)
     query = tl.load(first_ptr + tile) + rows // PER_GROUP
@@ -67,19 +66,15 @@ def attention_kernel(
         kv_mask = (position < longest)[:, None] & (dims < head_dim)[None, :]
         k = tl.load(k_ptr + offsets, mask=kv_mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=kv_mask, other=0.0)
-        if WIDE:
-            scores = tl.dot(widen(q), tl.trans(widen(k)), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale
+        scores = (interpreted_dot(q, tl.trans(k)) if INTERPRETED else tl.dot(q, tl.trans(k))) * scale
         scores = tl.where(position[None, :] < lengths[:, None], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row without keys: exp(-inf), not exp(NaN)
         weight = tl.exp(scores - base[:, None])
         keep = tl.exp(top - base)
         total = total * keep + tl.sum(weight, axis=1)
-        rounded = round_to_bf16(weight)
-        added = tl.dot(rounded, widen(v), input_precision="ieee") if WIDE else tl.dot(narrow(rounded), v)
-        acc = acc * keep[:, None] + added
+        rounded = narrow(round_to_bf16(weight))
+        acc = acc * keep[:, None] + (interpreted_dot(rounded, v) if INTERPRETED else tl.dot(rounded, v))
         top = new_top
     out = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
     tl.store(out_ptr + q_offsets, narrow(round_to_bf16(out)), mask=q_mask)
@@ -96,7 +91,7 @@ def plan_attention(
     if heads % groups or heads // groups > TILE_ROWS or head_dim > MAX_HEAD_DIM or v_pool.shape != k_pool.shape:
         raise ValueError(
             f"heads: {heads} over {groups}, head_dim {head_dim}; rule: key heads divide the heads, at most {TILE_ROWS} "
-            f"heads share one, head_dim at most {MAX_HEAD_DIM}; fix: use ops.reference.attention"
+            f"heads share one, head_dim at most {MAX_HEAD_DIM}; fix: precision.backend: emulated"
         )
     per_tile = TILE_ROWS // (heads // groups)
     tiles = [
@@ -104,9 +99,8 @@ def plan_attention(
         for sequence in range(len(cu_queries) - 1)
         for first in range(cu_queries[sequence], cu_queries[sequence + 1], per_tile)
     ]
-    columns = list(zip(*tiles, strict=True)) or [(), (), ()]
-    sequence, first, last = (torch.tensor(column, dtype=torch.int32, device=q.device) for column in columns)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    sequence, first, last = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).t().contiguous().to(q.device)
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # queries of no sequence stay zero
     arguments: dict[str, Any] = {
         "q_ptr": q.contiguous(),
         "k_ptr": k_pool.contiguous(),
@@ -127,7 +121,7 @@ def plan_attention(
         "DIM": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": TILE_ROWS,
         "KEYS": TILE_KEYS,
-        "WIDE": interpreting(),
+        "INTERPRETED": interpreting(),
     }
     return Plan(attention_kernel, (len(tiles), groups), arguments, constants, out)
 

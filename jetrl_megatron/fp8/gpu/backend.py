@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8.backends import TRITON_CAPABILITY, gpu_unusable
+from jetrl_megatron.fp8 import quantize as torch_form
+from jetrl_megatron.fp8.backends import TRITON_CAPABILITY, GroupLoops, gpu_unusable, joined
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.fp8.gemm import PreparedWeight, contraction_order
 from jetrl_megatron.fp8.gpu import columns, quantize
-from jetrl_megatron.fp8.gpu.gemm import gemm_nt
-from jetrl_megatron.fp8.gpu.launch import interpreting
+from jetrl_megatron.fp8.gpu.gemm import gemm_nt, grouped_gemm_nt
+from jetrl_megatron.fp8.gpu.launch import interpreting, reachable
 
 
-class TritonQuantizer(ABC):
+class TritonQuantizer(GroupLoops):
     """What GPU backends share of `backends.Backend`: the quantizers (scales MN-major for TMA, rows of x^T padded to 128
     tokens), and FProp on top of their GEMM."""
+
+    def quantize_weight(
+        self,
+        weight: Tensor,
+        fmt: Fp8Format,
+        slices: Sequence[torch_form.GridSlice] | None,
+        share_amax: Callable[[Tensor], Tensor] | None,
+    ) -> Fp8Tensor:
+        """In torch where blocks are shared between ranks, or where the weight is not on a GPU yet: the same bytes."""
+        if share_amax is not None or not reachable(weight):
+            return torch_form.quantize_weight(weight, fmt, slices, share_amax)
+        order = None if slices is None else contraction_order(slices).to(weight.device)
+        return quantize.quantize_weight(weight.contiguous(), fmt, order)
 
     def quantize_rows(self, x: Tensor, fmt: Fp8Format) -> Fp8Tensor:
         return quantize.quantize_rows(x.contiguous(), fmt, "tma")
@@ -35,10 +49,6 @@ class TritonQuantizer(ABC):
             )
         return columns.requantize_columns(x, "tma", pad_tokens=True)
 
-    @abstractmethod
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        """The GEMM, for FProp's operands too."""
-
     def fprop(
         self,
         x: Tensor,
@@ -51,6 +61,20 @@ class TritonQuantizer(ABC):
         if quantized is None:
             quantized = self.quantize_rows(x, weight.format)
         return self.dgrad(quantized, weight, dtype), quantized
+
+    def fprop_grouped(
+        self,
+        x: Sequence[Tensor],
+        weights: Sequence[PreparedWeight],
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        check_one_chain(num_segments)
+        if quantized is None:
+            quantized = self.quantize_rows(joined(x), weights[0].format)
+        groups = quantized.split([len(rows) for rows in x])
+        return self.dgrad_grouped(groups, weights, dtype), groups
 
 
 def check_one_chain(num_segments: int) -> None:
@@ -73,6 +97,29 @@ class TritonBackend(TritonQuantizer):
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         out = torch.float32 if main_grad is None else main_grad
         return gemm_nt((dy_t.data, dy_t.scale), (x_t.data, x_t.scale), out)
+
+    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        num_rows = [len(rows.data) for rows in dy]
+        out = torch.empty(sum(num_rows), weights[0].num_rows, dtype=dtype, device=dy[0].data.device)
+        grouped_gemm_nt(
+            [(rows.data, rows.scale) for rows in dy],
+            [(weight.codes, weight.scale.t()) for weight in weights],
+            out.split(num_rows),
+        )
+        return out
+
+    def wgrad_grouped(
+        self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        shape, device = (len(dy_t[0].data), len(x_t[0].data)), dy_t[0].data.device
+        out = [torch.zeros(shape, device=device) if grad is None else grad for grad in main_grads]
+        grouped_gemm_nt(
+            [(rows.data, rows.scale) for rows in dy_t],
+            [(rows.data, rows.scale) for rows in x_t],
+            out,
+            add=main_grads[0] is not None,
+        )
+        return out
 
 
 BACKEND = TritonBackend()

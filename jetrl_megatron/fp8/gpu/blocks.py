@@ -24,10 +24,10 @@ def exp_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, count: tl.tensor, LENGTH: t
 def tree_sum_kernel(
     x_ptr: tl.tensor, out_ptr: tl.tensor, length: tl.tensor, LENGTH: tl.constexpr, LEVELS: tl.constexpr
 ) -> None:
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     columns = tl.arange(0, LENGTH)
-    x = tl.load(x_ptr + row * length + columns, mask=columns < length, other=0.0)
-    tl.store(out_ptr + row, tree_sum(x, LEVELS))
+    x = tl.load(x_ptr + rows[:, None] * length + columns[None, :], mask=(columns < length)[None, :], other=0.0)
+    tl.store(out_ptr + rows, tree_sum(x, LEVELS))
 
 
 def plan_exp32(x: Tensor) -> Plan[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.format import BLOCK, E4M3, Fp8Format, Fp8Tensor, num_blocks
 from jetrl_megatron.fp8.gpu.launch import Plan, ScaleLayout, check_block_format, check_matrix, empty_scale, padded
 from jetrl_megatron.fp8.gpu.rounding import from_e4m3, magnitude_bits, round_to_bf16, scale_of, to_e4m3, widen
+from jetrl_megatron.fp8.gpu.tiles import tile_at
 
 _COLUMNS = 64  # features of one program; a transposed row is 128 bytes, a whole line of memory
 
@@ -66,9 +67,7 @@ def columns_kernel(
     """One read of a [128, COLUMNS] tile. FROM_FP8: x is rowwise E4M3 codes with their scales (requantize). WITH_ROWS:
     the tile is quantized along its rows too, into row_code and row_scale."""
     group_t = tl.program_id(0).to(tl.int64)
-    tokens = group_t * TOKENS + tl.arange(0, TOKENS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (tokens < num_tokens)[:, None] & (columns < num_columns)[None, :]
+    tokens, columns, inside = tile_at(group_t, tl.program_id(1), num_tokens, num_columns, TOKENS, COLUMNS)
     offsets = tokens[:, None] * x_stride + columns[None, :]
     if FROM_FP8 or WITH_ROWS:
         row_group = (tl.program_id(1) * COLUMNS // 128).to(tl.int64)

@@ -18,9 +18,12 @@ from jetrl_megatron.fp8.format import E4M3, Fp8Format, Fp8Tensor, num_blocks
 from jetrl_megatron.fp8.gpu.attention import plan_attention
 from jetrl_megatron.fp8.gpu.blocks import plan_exp32, plan_tree_sum
 from jetrl_megatron.fp8.gpu.columns import plan_both, plan_columns, plan_requantize
+from jetrl_megatron.fp8.gpu.elementwise import plan_moe_combine, plan_rope
 from jetrl_megatron.fp8.gpu.fused import plan_rmsnorm, plan_swiglu
-from jetrl_megatron.fp8.gpu.gemm import plan_gemm_nt
-from jetrl_megatron.fp8.gpu.launch import Plan, instructions
+from jetrl_megatron.fp8.gpu.gemm import plan_gemm_nt, plan_grouped_gemm_nt
+from jetrl_megatron.fp8.gpu.launch import Plan, instructions, padded
+from jetrl_megatron.fp8.gpu.linear import plan_linear
+from jetrl_megatron.fp8.gpu.logprob import plan_sum_exp
 from jetrl_megatron.fp8.gpu.quantize import plan_dequantize, plan_rows, plan_weight
 
 # Approximate, flushing or unordered arithmetic, and multiply or add that ptxas may still contract (no `.rn`).
@@ -77,6 +80,8 @@ def expectations() -> Iterator[Expectation]:
     yield Expectation("dequantize fp32", plan_dequantize(rows), ("mul.rn.f32", *_VECTORS))
     yield Expectation("exp32", plan_exp32(_meta(4096, dtype=torch.float32)), ("mul.rn.f32", "add.rn.f32"))
     yield Expectation("tree_sum", plan_tree_sum(_meta(8, 4096, dtype=torch.float32)), ("add.rn.f32",))
+    yield from _rows()
+    yield from _linears()
     yield from _gemms()
     q, pool = _meta(512, 32, 128), _meta(4096, 8, 128)
     counts = _meta(512, dtype=torch.int32)
@@ -94,15 +99,47 @@ def _quantizing(fmt: Fp8Format, x: Tensor, vectors: tuple[str, ...]) -> Iterator
     yield Expectation(f"quantize 1x128 {label}", plan_rows(x, fmt, "tma"), needed)
     yield Expectation(f"quantize 1x128 of fp32 {label}", plan_rows(x.float(), fmt), needed)
     yield Expectation(f"quantize 128x128 {label}", plan_weight(x, fmt), needed)
+    order = _meta(padded(t), dtype=torch.int64)
+    yield Expectation(f"quantize 128x128 of a fused weight {label}", plan_weight(x, fmt, order), needed)
     yield Expectation(f"quantize along tokens {label}", plan_columns(x, fmt, "tma", pad_tokens=True), needed)
     yield Expectation(f"quantize both ways {label}", plan_both(x, fmt, "tma", pad_tokens=True), needed)
     yield Expectation(f"requantize along tokens {label}", plan_requantize(rows, "tma", pad_tokens=True), needed)
-    plan = plan_rmsnorm(x, weight, 1e-6, fmt, x, keep_bf16=True, layout="tma")
+    plan = plan_rmsnorm(x, weight, 1e-6, fmt, x, layout="tma")
     yield Expectation(f"residual + RMSNorm + quantize {label}", plan, ("sqrt.rn.f32", *needed))
     plan = plan_rmsnorm(x, weight, 1e-6, fmt, layout="tma")
     yield Expectation(f"RMSNorm + quantize {label}", plan, ("sqrt.rn.f32", *needed))
-    gate_up = _meta(t, 2 * width)
-    yield Expectation(f"SwiGLU + quantize {label}", plan_swiglu(gate_up, fmt, keep_bf16=True, layout="tma"), needed)
+    yield Expectation(f"SwiGLU + quantize {label}", plan_swiglu(_meta(t, 2 * width), fmt, layout="tma"), needed)
+
+
+def _rows() -> Iterator[Expectation]:
+    """What no quantizer follows: aligned shapes and ragged ones."""
+    rounding = ("mul.rn.f32", "add.rn.f32")
+    for t, width, vectors in ((8192, 4096, _VECTORS), (257, 1411, ())):
+        x, weight, label = _meta(t, width), _meta(width), f"{t}x{width}"
+        root = ("sqrt.rn.f32", "div.rn.f32", *rounding, *vectors)
+        yield Expectation(f"RMSNorm {label}", plan_rmsnorm(x, weight, 1e-6), root)
+        yield Expectation(f"residual + RMSNorm {label}", plan_rmsnorm(x, weight, 1e-6, residual=x), root)
+        needed = ("div.rn.f32", *rounding, *vectors)
+        yield Expectation(f"SwiGLU {label}", plan_swiglu(_meta(t, 2 * width)), needed)
+        experts, weights = _meta(t, 8, width), _meta(t, 8, dtype=torch.float32)
+        yield Expectation(f"sum over experts {label}", plan_moe_combine(experts, weights), (*rounding, *vectors))
+    heads = _meta(8192 * 32, 128)
+    yield Expectation("RMSNorm of heads", plan_rmsnorm(heads, _meta(128), 1e-6), ("sqrt.rn.f32", *_VECTORS))
+    for t, num_heads, dim, vectors in ((8192, 32, 128, _VECTORS), (257, 3, 24, ())):
+        angles = _meta(t, dim // 2, dtype=torch.float32)
+        plan = plan_rope(_meta(t, num_heads, dim), angles, angles)
+        yield Expectation(f"rope {t}x{num_heads}x{dim}", plan, ("mul.rn.f32", "sub.rn.f32", "add.rn.f32", *vectors))
+    for t, vocabulary, loads in ((8192, 151936, _VECTORS[:1]), (257, 49153, ())):
+        logits = _meta(t, vocabulary, dtype=torch.float32)
+        needed = (*rounding, "bar.sync", *loads)
+        yield Expectation(f"sum of exp {t}x{vocabulary}", plan_sum_exp(logits), needed)
+
+
+def _linears() -> Iterator[Expectation]:
+    needed = ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16",)
+    yield Expectation("BF16 linear", plan_linear(_meta(8192, 4096), _meta(12288, 4096)), needed)
+    yield Expectation("BF16 linear of one row", plan_linear(_meta(1, 4096), _meta(151936, 4096)), needed)
+    yield Expectation("BF16 linear ragged", plan_linear(_meta(257, 1411), _meta(131, 1411)), needed)
 
 
 def _gemms() -> Iterator[Expectation]:
@@ -111,11 +148,18 @@ def _gemms() -> Iterator[Expectation]:
     yield Expectation("GEMM FProp", plan_gemm_nt(a, weight), needed, fma=True)
     one, ragged = _operand(1, 4096, 1), _operand(257, 1411, 257)
     yield Expectation("GEMM of one row", plan_gemm_nt(one, weight, torch.float32), needed, fma=True)
-    bias = _meta(131)
-    yield Expectation("GEMM ragged + bias", plan_gemm_nt(ragged, _operand(131, 1411, 131), bias=bias), needed, fma=True)
+    yield Expectation("GEMM ragged", plan_gemm_nt(ragged, _operand(131, 1411, 131)), needed, fma=True)
+    experts = [_meta(rows, 12288) for rows in (64, 200)]
+    plan = plan_grouped_gemm_nt([(a[0][: len(e)], a[1][: len(e)]) for e in experts], [weight] * 2, experts, False)
+    yield Expectation("grouped GEMM FProp", plan, needed, fma=True)
+    yield Expectation(
+        "grouped GEMM ragged", plan_grouped_gemm_nt([ragged], [ragged], [_meta(257, 257)], False), needed, fma=True
+    )
     a, b = _operand(12288, 8192, 12288), _operand(4096, 8192, 4096)
     main_grad = _meta(12288, 4096, dtype=torch.float32)
     yield Expectation("GEMM WGrad", plan_gemm_nt(a, b, main_grad), (*needed, "add.rn.f32"), fma=True)
+    plan = plan_grouped_gemm_nt([a, a], [b, b], [main_grad, main_grad], True)
+    yield Expectation("grouped GEMM WGrad", plan, (*needed, "add.rn.f32"), fma=True)
 
 
 def compile_all() -> Iterator[tuple[Expectation, list[str], int]]:

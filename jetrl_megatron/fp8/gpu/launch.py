@@ -25,6 +25,7 @@ _TYPES = {
     torch.float32: "*fp32",
     torch.uint8: "*u8",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     E4M3: "*fp8e4nv",
 }
 
@@ -92,8 +93,13 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def reachable(tensor: Tensor) -> bool:
+    """Whether a kernel launched here can read the tensor."""
+    return tensor.is_cuda or (tensor.device.type == "cpu" and interpreting())
+
+
 def _check_device(name: str, tensor: Tensor) -> None:
-    if not tensor.is_cuda and not (tensor.device.type == "cpu" and interpreting()):
+    if not reachable(tensor):
         raise ValueError(
             f"{name}: on {tensor.device}; rule: Triton kernels run on a CUDA device; fix: move the tensor, or use the "
             "emulated backend"

@@ -21,6 +21,7 @@ from jetrl_megatron.fp8.gpu.rounding import (
     to_e4m3,
     widen,
 )
+from jetrl_megatron.fp8.gpu.tiles import store_quantized_rows, tile_at
 
 _ROWS = 32  # rows of one program; with 128 columns 4 warps hold 32 values per thread
 
@@ -39,40 +40,51 @@ def rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    group = tl.program_id(1)
+    rows, columns, inside = tile_at(tl.program_id(0), group, num_rows, num_columns, ROWS, COLUMNS)
     x = widen(tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0))
-    scale = scale_of(tl.max(magnitude_bits(x), axis=1), POW2)
-    code = to_e4m3(x, scale[:, None])
-    tl.store(code_ptr + rows[:, None] * num_columns + columns[None, :], code, mask=inside)
-    tl.store(scale_ptr + rows * scale_stride_row + group * scale_stride_group, scale, mask=rows < num_rows)
+    store_quantized_rows(
+        x,
+        code_ptr,
+        scale_ptr,
+        rows,
+        columns,
+        group,
+        inside,
+        num_rows,
+        num_columns,
+        scale_stride_row,
+        scale_stride_group,
+        POW2,
+    )
 
 
 @triton.jit
 def blocks_kernel(
     x_ptr: tl.tensor,
+    order_ptr: tl.tensor,
     code_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     x_stride: tl.tensor,
     num_groups: tl.tensor,
+    WITH_ORDER: tl.constexpr,
     POW2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0).to(tl.int64)
+    """One block. WITH_ORDER: its rows are named by `order`, -1 where it has fewer than ROWS."""
     group = tl.program_id(1)
-    rows = block * ROWS + tl.arange(0, ROWS)
-    columns = group * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    rows, columns, inside = tile_at(tl.program_id(0), group, num_rows, num_columns, ROWS, COLUMNS)
+    if WITH_ORDER:
+        rows = tl.load(order_ptr + rows)
+        inside = (rows >= 0)[:, None] & (columns < num_columns)[None, :]
     x = widen(tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0))
     scale = scale_of(tl.max(tl.max(magnitude_bits(x), axis=1), axis=0), POW2)
-    code = to_e4m3(x, scale)
-    tl.store(code_ptr + rows[:, None] * num_columns + columns[None, :], code, mask=inside)
-    tl.store(scale_ptr + block * num_groups + group, scale)
+    tl.store(code_ptr + rows[:, None] * num_columns + columns[None, :], to_e4m3(x, scale), mask=inside)
+    used = (rows >= 0) & (rows < num_rows)
+    tl.store(scale_ptr + rows * num_groups + group, scale + tl.zeros((ROWS,), tl.float32), mask=used)
 
 
 @triton.jit
@@ -88,14 +100,12 @@ def dequantize_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    group = tl.program_id(1)
+    rows, columns, inside = tile_at(tl.program_id(0), group, num_rows, num_columns, ROWS, COLUMNS)
     offsets = rows[:, None] * num_columns + columns[None, :]
     code = tl.load(code_ptr + offsets, mask=inside, other=0)
-    scale = tl.load(scale_ptr + rows * scale_stride_row + group * scale_stride_group, mask=rows < num_rows, other=1.0)
-    value = from_e4m3(code) * scale[:, None]
+    scales = scale_ptr + rows * scale_stride_row + group.to(tl.int64) * scale_stride_group
+    value = from_e4m3(code) * tl.load(scales, mask=rows < num_rows, other=1.0)[:, None]
     if BF16:
         value = narrow(round_to_bf16(value))
     tl.store(out_ptr + offsets, value, mask=inside)
@@ -127,30 +137,38 @@ def quantize_rows(x: Tensor, fmt: Fp8Format, layout: ScaleLayout = "row_major") 
     return plan_rows(x, fmt, layout).run()
 
 
-def plan_weight(weight: Tensor, fmt: Fp8Format) -> Plan[tuple[Tensor, Tensor]]:
+def plan_weight(weight: Tensor, fmt: Fp8Format, order: Tensor | None = None) -> Plan[Fp8Tensor]:
     """The launch of `quantize_weight`."""
     check_matrix("weight", weight)
     n, k = weight.shape
     codes = torch.empty(n, k, dtype=E4M3, device=weight.device)
-    grid_scale = torch.empty(num_blocks(n), num_blocks(k), dtype=torch.float32, device=weight.device)
+    scale = torch.empty(n, num_blocks(k), dtype=torch.float32, device=weight.device)
     arguments = {
         "x_ptr": weight,
+        "order_ptr": order,
         "code_ptr": codes.view(torch.uint8),
-        "scale_ptr": grid_scale,
+        "scale_ptr": scale,
         "num_rows": n,
         "num_columns": k,
         "x_stride": weight.stride(0),
         "num_groups": num_blocks(k),
     }
-    constants = {"POW2": check_block_format(fmt), "ROWS": BLOCK, "COLUMNS": BLOCK}
-    grid = (num_blocks(n), num_blocks(k))
-    return Plan(blocks_kernel, grid, arguments, constants, (codes, grid_scale), num_warps=8)
+    constants = {
+        "WITH_ORDER": order is not None,
+        "POW2": check_block_format(fmt),
+        "ROWS": BLOCK,
+        "COLUMNS": BLOCK,
+    }
+    grid = (num_blocks(n if order is None else len(order)), num_blocks(k))
+    return Plan(blocks_kernel, grid, arguments, constants, Fp8Tensor(codes, scale, fmt), num_warps=8)
 
 
-def quantize_weight(weight: Tensor, fmt: Fp8Format) -> tuple[Tensor, Tensor]:
-    """One whole weight [N, K] on its 128x128 grid: E4M3 codes [N, K] and the grid of scales [ceil(N/128), G],
-    DeepGEMM's form (`fp8.expand_weight_scale` gives that of `Fp8Tensor`)."""
-    return plan_weight(weight, fmt).run()
+def quantize_weight(weight: Tensor, fmt: Fp8Format, order: Tensor | None = None) -> Fp8Tensor:
+    """`fp8.quantize_weight`: weight [N, K] on 128x128 blocks, scales row-expanded [N, G].
+
+    order: int64 [128 * number of blocks], the rows of each block, -1 for none, every row once
+    (`fp8.gemm.contraction_order`); default: one whole Hugging Face tensor."""
+    return plan_weight(weight, fmt, order).run()
 
 
 def plan_dequantize(x: Fp8Tensor, dtype: torch.dtype = torch.float32) -> Plan[Tensor]:

@@ -106,8 +106,18 @@ def exp32(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def interpreted_dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    """`tl.dot` of bf16, or of E4M3, for the interpreter: products added in fp64, one rounding to fp32. numpy's fp32
+    product depends on where a row lies in the tile, which that of tensor cores does not."""
+    if a.dtype == tl.float8e4nv:
+        a, b = from_e4m3(a.to(tl.uint8, bitcast=True)), from_e4m3(b.to(tl.uint8, bitcast=True))
+    return tl.dot(widen(a).to(tl.float64), widen(b).to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def tree_sum(x: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
-    """Sum of fp32 x [2^LEVELS] by halving: x[:n/2] + x[n/2:] (`ops.reference.tree_sum`)."""
+    """Row sums of fp32 x [ROWS, 2^LEVELS] by halving: x[:, :n/2] + x[:, n/2:] (`ops.reference.tree_sum`)."""
+    ROWS: tl.constexpr = x.shape[0]
     for level in tl.static_range(1, LEVELS):
-        x = tl.sum(tl.reshape(x, (2, 1 << (LEVELS - level))), axis=0)
-    return tl.sum(x, axis=0)
+        x = tl.sum(tl.reshape(x, (ROWS, 2, 1 << (LEVELS - level))), axis=1)
+    return tl.sum(x, axis=1)

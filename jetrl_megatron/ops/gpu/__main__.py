@@ -64,7 +64,15 @@ def check(device: str, results: dict[str, Any]) -> bool:
     """Kernels byte for byte, GEMMs within their tolerance. Prints tables, fills `results`, says whether all is well."""
     from jetrl_megatron.ops.gpu import attention
     from jetrl_megatron.ops.gpu.compare import compare_all, compare_gemms
-    from jetrl_megatron.ops.gpu.linears import SHAPES, SMALL_SHAPES, check_experts, check_linear
+    from jetrl_megatron.ops.gpu.linears import (
+        EXPERTS,
+        SHAPES,
+        SMALL_EXPERTS,
+        SMALL_SHAPES,
+        check_experts,
+        check_linear,
+        check_masked,
+    )
 
     names, note = backends()
     comparisons = [*compare_all(device), *(c for name in names for c in compare_gemms(name, device))]
@@ -84,8 +92,10 @@ def check(device: str, results: dict[str, Any]) -> bool:
     agreements = [a for name in names for shape in shapes for a in check_linear(name, device, shape)]
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES
     agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
+    experts = EXPERTS if device == "cuda" else SMALL_EXPERTS
+    agreements += [a for name in names for a in check_experts(name, device, *experts)]
     if "deep_gemm" in names:
-        agreements += check_experts(device)
+        agreements += check_masked(device, *experts)
     rows = [
         (a.backend, a.gemm, a.case, f"{a.error:.2e}", f"{a.bound:.1e}", "" if a.passed else "FAILED")
         for a in agreements

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Weight, quantize_weight, whole
 from jetrl_megatron.fp8.backends import load
-from jetrl_megatron.fp8.gpu import columns, fused, quantize
+from jetrl_megatron.fp8.gpu import columns, elementwise, fused, logprob, quantize
 
 # Hidden size, and (N, K) of qkv, o, gate+up, down: Qwen3-8B, -14B, -32B.
 Models = dict[str, tuple[int, tuple[tuple[int, int], ...]]]
@@ -110,13 +110,22 @@ def _memory_bound(x: Tensor) -> Iterator[tuple[str, Any, Callable[[], Any]]]:
     yield "quantize both ways", x, lambda: columns.quantize_both(x, fmt, "tma", pad_tokens=True)
     yield "requantize along tokens", rows, lambda: columns.requantize_columns(rows, "tma", pad_tokens=True)
     yield "dequantize", rows, lambda: quantize.dequantize(rows, torch.bfloat16)
-    yield "RMSNorm + quantize", (x, weight), lambda: fused.rmsnorm_quantize(x, weight, 1e-6, fmt, layout="tma")
+    yield "RMSNorm", (x, weight), lambda: fused.rmsnorm(x, weight, 1e-6)
+    yield "RMSNorm + quantize", (x, weight), lambda: fused.rmsnorm(x, weight, 1e-6, fmt, layout="tma")
     yield (
         "residual + RMSNorm + quantize",
         (x, x, weight),
-        lambda: fused.rmsnorm_quantize(x, weight, 1e-6, fmt, residual=x, layout="tma"),
+        lambda: fused.rmsnorm(x, weight, 1e-6, fmt, residual=x, layout="tma"),
     )
-    yield "SwiGLU + quantize", gate_up, lambda: fused.swiglu_quantize(gate_up, fmt, layout="tma")
+    yield "SwiGLU", gate_up, lambda: fused.swiglu(gate_up)
+    yield "SwiGLU + quantize", gate_up, lambda: fused.swiglu(gate_up, fmt, layout="tma")
+    heads = x.view(len(x), -1, 128)
+    angles = torch.rand(len(x), 64, device=x.device)
+    yield "rope", (x, angles, angles), lambda: elementwise.rope(heads, angles, angles)
+    experts = gate_up.view(len(x), 2, -1)
+    yield "sum over experts", (experts, angles[:, :2]), lambda: elementwise.moe_combine(experts, angles[:, :2])
+    logits = gate_up.float()
+    yield "sum of exp", logits, lambda: logprob.sum_exp(logits)
 
 
 def speeds(

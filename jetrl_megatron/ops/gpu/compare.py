@@ -13,18 +13,19 @@ from jetrl_megatron.fp8 import (
     BLOCK,
     Fp8Format,
     Fp8Tensor,
-    compact_weight_scale,
+    GridSlice,
     quantize_columns,
     quantize_rows,
     quantize_weight,
 )
 from jetrl_megatron.fp8.backends import load
 from jetrl_megatron.fp8.format import E4M3, num_blocks
-from jetrl_megatron.fp8.gemm import PreparedWeight
-from jetrl_megatron.fp8.gpu import blocks, columns, fused, quantize
+from jetrl_megatron.fp8.gemm import PreparedWeight, contraction_order
+from jetrl_megatron.fp8.gpu import blocks, columns, elementwise, fused, logprob, quantize
 from jetrl_megatron.fp8.gpu.launch import ScaleLayout, padded
 from jetrl_megatron.ops import reference
-from jetrl_megatron.ops.gpu.inputs import fuzz_set
+from jetrl_megatron.ops.gpu import kernels
+from jetrl_megatron.ops.gpu.inputs import KINDS, fuzz_set, matrix
 
 Outputs = dict[str, Tensor]
 Pair = tuple[str, Outputs, Outputs]  # kernel, what it gave, what the reference gives
@@ -80,16 +81,26 @@ def _parts(x: Fp8Tensor, prefix: str = "") -> Outputs:
 def _quantizers(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Iterator[Pair]:
     there = x.to(device)
     yield "quantize 1x128", _parts(quantize.quantize_rows(there, fmt, layout)), _parts(quantize_rows(x, fmt))
-    codes, scale = quantize.quantize_weight(there, fmt)
-    weight = quantize_weight(x, fmt)
-    expected = {"codes": weight.data, "scale": compact_weight_scale(weight.scale)}
-    yield "quantize 128x128", {"codes": codes, "scale": scale}, expected
+    yield "quantize 128x128", _parts(quantize.quantize_weight(there, fmt)), _parts(quantize_weight(x, fmt))
+    slices = _fused_parts_of(len(x))
+    order = contraction_order(slices).to(device)
+    yield (
+        "quantize 128x128 of a fused weight",
+        _parts(quantize.quantize_weight(there, fmt, order)),
+        _parts(quantize_weight(x, fmt, slices)),
+    )
     along = columns.quantize_columns(there, fmt, layout)
     yield "quantize along tokens", _parts(along), _parts(quantize_columns(x, fmt))
     wide = torch.nn.functional.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
     both = columns.quantize_both(there, fmt, layout, pad_tokens=True)
     expected = {**_parts(quantize_rows(x, fmt)), **_parts(quantize_columns(wide, fmt), "along ")}
     yield "quantize both ways", {**_parts(both[0]), **_parts(both[1], "along ")}, expected
+
+
+def _fused_parts_of(num_rows: int) -> list[GridSlice]:
+    """Every third row is one Hugging Face tensor, cut at its row 100 of 400; the others are another, in reverse."""
+    rows = torch.arange(num_rows)
+    return [GridSlice(rows[::3], 100, 400), GridSlice(rows[rows % 3 > 0].flip(0), 0, num_rows)]
 
 
 def _readers(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Iterator[Pair]:
@@ -106,26 +117,26 @@ def _fused(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Itera
     x = x.bfloat16()
     gate_up = torch.cat([x, x.roll(1, dims=1)], dim=1)
     activated = reference.swiglu(gate_up)
-    swiglu = fused.swiglu_quantize(gate_up.to(device), fmt, keep_bf16=True, layout=layout)
-    yield "SwiGLU + quantize", _fused_parts(swiglu), {**_parts(quantize_rows(activated, fmt)), "out": activated}
+    got = fused.swiglu(gate_up.to(device), fmt, layout)
+    yield "SwiGLU + quantize", _fused_parts(got), {**_parts(quantize_rows(activated, fmt)), "out": activated}
+    yield "SwiGLU", _fused_parts(fused.swiglu(gate_up.to(device))), {"out": activated}
     x = x[:_INTERPRETED_ROWS] if device == "cpu" else x
     weight = x[0].clone().nan_to_num_(1.0, 1.0, 1.0).clamp(-4, 4)
-    residual = x.roll(1, dims=1)
+    there, scaled_by, residual = x.to(device), weight.to(device), x.roll(1, dims=1)
     total = x + residual
     normed = reference.rmsnorm(total, weight, 1e-6)
-    got = fused.rmsnorm_quantize(
-        x.to(device), weight.to(device), 1e-6, fmt, residual.to(device), keep_bf16=True, layout=layout
-    )
+    got = fused.rmsnorm(there, scaled_by, 1e-6, fmt, residual.to(device), layout)
     expected = {**_parts(quantize_rows(normed, fmt)), "out": normed, "residual": total}
     yield "residual + RMSNorm + quantize", _fused_parts(got), expected
     normed = reference.rmsnorm(x, weight, 1e-6)
-    got = fused.rmsnorm_quantize(x.to(device), weight.to(device), 1e-6, fmt, layout=layout)
-    yield "RMSNorm + quantize", _fused_parts(got), _parts(quantize_rows(normed, fmt))
+    got = fused.rmsnorm(there, scaled_by, 1e-6, fmt, layout=layout)
+    yield "RMSNorm + quantize", _fused_parts(got), {**_parts(quantize_rows(normed, fmt)), "out": normed}
+    yield "RMSNorm", _fused_parts(fused.rmsnorm(there, scaled_by, 1e-6)), {"out": normed}
 
 
 def _fused_parts(result: fused.Fused) -> Outputs:
-    kept = {"out": result.out, "residual": result.residual}
-    return {**_parts(result.quantized), **{name: value for name, value in kept.items() if value is not None}}
+    quantized = {} if result.quantized is None else _parts(result.quantized)
+    return {**quantized, "out": result.out, **({} if result.residual is None else {"residual": result.residual})}
 
 
 FAMILIES: tuple[Callable[[Tensor, Fp8Format, ScaleLayout, str], Iterator[Pair]], ...] = (_quantizers, _readers, _fused)
@@ -139,10 +150,37 @@ def compare_all(device: str) -> Iterator[Comparison]:
             for family in FAMILIES:
                 for kernel, actual, expected in family(x, fmt, layout, device):
                     yield compare(kernel, f"{name} {fmt.scale_format} {layout}", actual, expected)
+    yield from compare_rows(device)
     yield from compare_blocks(device)
     yield compare_wide_rmsnorm(device)
     yield from compare_layouts(device)
     yield compare_far_rows(device)
+
+
+def compare_rows(device: str) -> Iterator[Comparison]:
+    """Operators without a quantizer behind them: rope, the sum over experts, log-probs; every kind of number, several
+    heads, experts and sizes of vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    for kind in KINDS:
+        for t, heads, dim in ((5, 3, 64), (33, 1, 24), (1, 2, 2)):
+            x = matrix(kind, (t * heads, dim), torch.bfloat16)
+            angle = torch.rand(t, dim // 2, generator=generator) * 6.3
+            cos, sin = angle.cos(), angle.sin()
+            got = elementwise.rope(x.to(device).view(t, heads, dim), cos.to(device), sin.to(device))
+            wanted = reference.rope(x.view(t, heads, dim), cos, sin)
+            yield compare("rope", f"{kind} {t}x{heads}x{dim}", {"out": got}, {"out": wanted})
+            weights = torch.rand(t, heads, generator=generator)
+            got = elementwise.moe_combine(x.to(device).view(t, heads, dim), weights.to(device))
+            wanted = reference.moe_combine(x.view(t, heads, dim), weights)
+            yield compare("sum over experts", f"{kind} {t}x{heads}x{dim}", {"out": got}, {"out": wanted})
+        for size in (1, 127, 300, 9001):
+            logits = matrix(kind, (2, size), torch.float32)
+            targets = torch.randint(size, (2,), generator=generator)
+            there = logprob.sum_exp(logits.to(device))
+            wanted = reference.tree_sum(reference.exp32(logits - logits.amax(-1, keepdim=True)))
+            yield compare("sum of exp", f"{kind} V={size}", {"out": there[1]}, {"out": wanted})
+            got = kernels.logprob(logits.to(device), targets.to(device))
+            yield compare("log-prob", f"{kind} V={size}", {"out": got}, {"out": reference.logprob(logits, targets)})
 
 
 def compare_blocks(device: str) -> Iterator[Comparison]:
@@ -162,7 +200,7 @@ def compare_wide_rmsnorm(device: str) -> Comparison:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(400, 7168, generator=generator).bfloat16()
     weight = torch.randn(7168, generator=generator).bfloat16()
-    got = fused.rmsnorm_quantize(x.to(device), weight.to(device), 1e-5, FORMATS[0], keep_bf16=True)
+    got = fused.rmsnorm(x.to(device), weight.to(device), 1e-5, FORMATS[0])
     normed = reference.rmsnorm(x, weight, 1e-5)
     expected = {**_parts(quantize_rows(normed, FORMATS[0])), "out": normed}
     return compare("RMSNorm + quantize", "400x7168", _fused_parts(got), expected)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, Fp8Weight, deep_gemm, quantize_weight, whole
-from jetrl_megatron.fp8.backends import Backend, load
+from jetrl_megatron.fp8.backends import Backend, GroupLoops, load
 from jetrl_megatron.fp8.gemm import PreparedWeight
 from jetrl_megatron.ops.gpu.compare import bits
 
@@ -19,6 +19,8 @@ from jetrl_megatron.ops.gpu.compare import bits
 FP32_BOUND, BF16_BOUND = 5e-4, 2.5e-3
 SHAPES = ((300, 512, 384), (128, 4096, 1024), (1, 1024, 256))  # T, K, N
 SMALL_SHAPES = ((70, 256, 144), (3, 128, 128))
+EXPERTS = ([130, 0, 1, 257], 512, 384)  # rows of the experts, K, N
+SMALL_EXPERTS = ([70, 0, 1], 256, 128)
 
 
 @dataclass(frozen=True)
@@ -110,33 +112,43 @@ def _check_backward(
     yield Agreement(name, "WGrad twice", case, num_different(again, main_grad), 0)
 
 
-def check_experts(device: str) -> Iterator[Agreement]:
-    """DeepGEMM's grouped GEMMs against its dense ones, bitwise, and k-grouped WGrad likewise."""
-    counts, k, n = [130, 0, 1, 257], 512, 384
+def _experts(counts: list[int], k: int, n: int, device: str) -> tuple[Tensor, Tensor, list[Fp8Weight]]:
+    """Rows of all experts, sorted, their upstream gradients, and a weight per expert."""
     x, _, dy = _problem(sum(counts), k, n)
-    fmt, backend = Fp8Format(), load("deep_gemm")
-    weights = [
-        _to(Fp8Weight.of(quantize_weight(_problem(1, k, n + e)[1][:n], fmt), whole(n)).fprop, device) for e in range(4)
-    ]
-    quantized = backend.quantize_rows(x.to(device), fmt)
-    codes = torch.stack([w.codes for w in weights])
-    grid = torch.stack([w.scale.t()[::128].contiguous() for w in weights])
-    groups = x.to(device).split(counts)
-    dense = torch.cat([backend.fprop(rows, w, 1, torch.bfloat16)[0] for rows, w in zip(groups, weights, strict=True)])
-    call, layout = deep_gemm.prepare_grouped(quantized, counts, codes, grid)
+    weights = [quantize_weight(_problem(1, k, n + e)[1][:n], Fp8Format()) for e in range(len(counts))]
+    there = [Fp8Tensor(w.data.to(device), w.scale.to(device), w.format) for w in weights]
+    return x.to(device), dy.to(device), [Fp8Weight.of(weight, whole(n)) for weight in there]
+
+
+def check_experts(name: str, device: str, counts: list[int], k: int, n: int) -> Iterator[Agreement]:
+    """Grouped GEMMs against the same GEMMs one after the other, bitwise; an expert without rows among them."""
+    x, dy, weights = _experts(counts, k, n, device)
+    backend, fmt, case = load(name), Fp8Format(), f"rows={counts} K={k} N={n}"
+    fprop, dgrad = [w.fprop for w in weights], [w.dgrad for w in weights]
+    rows, dy_rows = x.split(counts), dy.split(counts)
+    y, _ = backend.fprop_grouped(rows, fprop, 1, torch.bfloat16)
+    wanted, _ = GroupLoops.fprop_grouped(backend, rows, fprop, 1, torch.bfloat16)  # type: ignore[arg-type]
+    yield Agreement(name, "grouped FProp = dense", case, num_different(y, wanted), 0)
+    operands = [backend.quantize_rows(group, fmt) for group in dy_rows]
+    dx = backend.dgrad_grouped(operands, dgrad, torch.bfloat16)
+    wanted = GroupLoops.dgrad_grouped(backend, operands, dgrad, torch.bfloat16)  # type: ignore[arg-type]
+    yield Agreement(name, "grouped DGrad = dense", case, num_different(dx, wanted), 0)
+    dy_t, x_t = ([backend.quantize_columns(group, fmt) for group in groups] for groups in (dy_rows, rows))
+    grads: list[list[Tensor | None]] = [[torch.ones(n, k, device=device) for _ in counts] for _ in range(2)]
+    made = torch.stack(backend.wgrad_grouped(dy_t, x_t, grads[0]))
+    wanted = torch.stack(GroupLoops.wgrad_grouped(backend, dy_t, x_t, grads[1]))  # type: ignore[arg-type]
+    yield Agreement(name, "grouped WGrad = dense", case, num_different(made, wanted), 0)
+
+
+def check_masked(device: str, counts: list[int], k: int, n: int) -> Iterator[Agreement]:
+    """DeepGEMM's masked grouped GEMM against its dense one, bitwise."""
+    x, _, weights = _experts(counts, k, n, device)
+    backend, prepared = load("deep_gemm"), [w.fprop for w in weights]
+    dense, _ = GroupLoops.fprop_grouped(backend, x.split(counts), prepared, 1, torch.bfloat16)  # type: ignore[arg-type]
+    codes = torch.stack([w.codes for w in prepared])
+    grid = torch.stack([w.scale.t()[::128].contiguous() for w in prepared])
+    call, places = deep_gemm.prepare_masked(backend.quantize_rows(x, Fp8Format()), counts, codes, grid, max(counts))
     y = deep_gemm.execute(call)
-    assert y is not None
-    yield Agreement("deep_gemm", "grouped contiguous = dense", str(counts), num_different(y[layout.places], dense), 0)
-    masked, places = deep_gemm.prepare_masked(quantized, counts, codes, grid, 320)
-    y = deep_gemm.execute(masked)
     assert y is not None
     error = num_different(y.view(-1, n)[places], dense)
     yield Agreement("deep_gemm", "grouped masked = dense", str(counts), error, 0)
-    grads = torch.zeros(4, n, k, device=device)
-    along = dy.to(device).split(counts), x.to(device).split(counts)
-    deep_gemm.execute(deep_gemm.prepare_grouped_wgrad(*along, lambda rows: backend.quantize_columns(rows, fmt), grads))
-    wanted = torch.zeros_like(grads)
-    for e, (rows_dy, rows_x) in enumerate(zip(*along, strict=True)):
-        if len(rows_dy):
-            backend.wgrad(backend.quantize_columns(rows_dy, fmt), backend.quantize_columns(rows_x, fmt), wanted[e])
-    yield Agreement("deep_gemm", "k-grouped WGrad = dense", str(counts), num_different(grads, wanted), 0)

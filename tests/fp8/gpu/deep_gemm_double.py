@@ -11,7 +11,11 @@ from torch import Tensor
 from jetrl_megatron.fp8 import E4M3, Fp8Format, Fp8Tensor, expand_weight_scale, gemm_nt, prepare_weight
 
 Operand = tuple[Tensor, Tensor]
-ALIGNMENT = 128  # get_mk_alignment_for_contiguous_layout()
+ALIGNMENT = 128
+
+
+def get_mk_alignment_for_contiguous_layout() -> int:
+    return ALIGNMENT
 
 
 def _exact(a: Operand, b: Operand) -> Tensor:

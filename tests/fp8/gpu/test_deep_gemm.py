@@ -47,6 +47,7 @@ class WithTorchQuantizers(DeepGemmBackend):
     quantize_columns = Emulated.quantize_columns  # type: ignore[assignment]
     quantize_both = Emulated.quantize_both  # type: ignore[assignment]
     requantize_columns = Emulated.requantize_columns  # type: ignore[assignment]
+    quantize_weight = Emulated.quantize_weight  # type: ignore[assignment]
 
 
 @pytest.fixture
@@ -168,7 +169,8 @@ def test_experts_weight_gradients(counts: list[int], double: None) -> None:
     for e, (rows_dy, rows_x) in enumerate(zip(dy, x, strict=True)):
         if len(rows_x):
             Emulated().wgrad(quantize_columns(rows_dy, FMT), quantize_columns(rows_x, FMT), expected[e])
-    deep_gemm.execute(deep_gemm.prepare_grouped_wgrad(dy, x, lambda rows: quantize_columns(rows, FMT), main_grad))
+    along = [[quantize_columns(rows, FMT) for rows in groups] for groups in (dy, x)]
+    deep_gemm.execute(deep_gemm.prepare_grouped_wgrad(*along, main_grad))
     assert torch.equal(main_grad, expected)
 
 
@@ -181,8 +183,7 @@ def test_nothing_to_do() -> None:
     assert deep_gemm.prepare_wgrad(along, along, torch.zeros(128, 128)) is None
     _, _, codes, grids = experts([0, 0])
     assert deep_gemm.prepare_grouped(quantize_rows(randn(0, 400), FMT), [0, 0], codes, grids)[0] is None
-    none = [randn(0, 128)]
-    assert deep_gemm.prepare_grouped_wgrad(none, none, lambda x: x, torch.zeros(1, 128, 128)) is None  # type: ignore[arg-type, return-value]
+    assert deep_gemm.prepare_grouped_wgrad([along], [along], torch.zeros(1, 128, 128)) is None
     assert deep_gemm.execute(None) is None
 
 
