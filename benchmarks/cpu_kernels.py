@@ -26,10 +26,20 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from jetrl_megatron import ops
-from jetrl_megatron.fp8 import BLOCK, E4M3, Fp8Format, Fp8Recipe, Fp8Weight, quantize_columns, quantize_weight, whole
+from jetrl_megatron.fp8 import (
+    BLOCK,
+    E4M3,
+    Fp8Format,
+    Fp8Recipe,
+    Fp8Weight,
+    quantize_columns,
+    quantize_rows,
+    quantize_weight,
+    whole,
+)
 from jetrl_megatron.native import LEVELS, native
 from jetrl_megatron.native import tensors as compiled
-from jetrl_megatron.ops.kernels import use_kernels
+from jetrl_megatron.ops.kernels import kernels, use_kernels
 
 RECIPE = Fp8Recipe(Fp8Format())
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, GROUPS, DIM, VOCAB = 576, 1536, 30, 9, 3, 64, 49152
@@ -171,7 +181,18 @@ def causal_attention(n: int) -> Case:
 def rows(m: int) -> list[Case]:
     x, weight, gate_up = randn(m, HIDDEN), randn(HIDDEN), randn(m, 2 * INTERMEDIATE)
     gate, up = gate_up.chunk(2, -1)
+    fmt = RECIPE.format
     return [
+        Case(
+            f"RMSNorm + quantize {m}x{HIDDEN}",
+            lambda: lambda: kernels().rmsnorm_quantize(x, weight, 1e-5, fmt)[1].data,
+            {"one after the other": lambda: quantize_rows(kernels().rmsnorm(x, weight, 1e-5), fmt)},
+        ),
+        Case(
+            f"SwiGLU + quantize {m}x{INTERMEDIATE}",
+            lambda: lambda: kernels().swiglu_quantize(gate_up, fmt)[1].data,
+            {"one after the other": lambda: quantize_rows(kernels().swiglu(gate_up), fmt)},
+        ),
         Case(
             f"RMSNorm {m}x{HIDDEN}",
             lambda: lambda: ops.rmsnorm(x, weight, 1e-5),
@@ -235,20 +256,21 @@ class OperatorLlama:
         self, ids: Tensor, positions: Tensor, slots: Tensor, table: Tensor, offsets: list[int], kv_len: Tensor
     ) -> Tensor:
         """ids, positions, slots, kv_len [T]; the rest as in `ops.paged_attention`; logits [T, V]."""
+        fmt = RECIPE.format  # norm and SwiGLU leave their results quantized for the linears
         residual = ops.embedding(ids, self.embedding)
         x = None
         for (norm1, norm2), (qkv, out, gate_up, down), (k_pool, v_pool) in self.layers:
             if x is None:
-                x = ops.rmsnorm(residual, norm1, 1e-5)
+                x = ops.rmsnorm(residual, norm1, 1e-5, fmt)
             else:
-                x, residual = ops.add_rmsnorm(x, residual, norm1, 1e-5)
+                x, residual = ops.add_rmsnorm(x, residual, norm1, 1e-5, fmt)
             heads = ops.fp8_linear(x, *qkv, RECIPE).view(len(ids), -1, DIM)
             q, k = (ops.rope(t, positions, self.rope) for t in (heads[:, :HEADS], heads[:, HEADS : HEADS + GROUPS]))
             k_pool[slots], v_pool[slots] = k, heads[:, HEADS + GROUPS :]
             attended = ops.paged_attention(q, k_pool, v_pool, table, offsets, kv_len, DIM**-0.5)
             x = ops.fp8_linear(attended.reshape(len(ids), -1), *out, RECIPE)
-            x, residual = ops.add_rmsnorm(x, residual, norm2, 1e-5)
-            x = ops.fp8_linear(ops.swiglu(ops.fp8_linear(x, *gate_up, RECIPE)), *down, RECIPE)
+            x, residual = ops.add_rmsnorm(x, residual, norm2, 1e-5, fmt)
+            x = ops.fp8_linear(ops.swiglu(ops.fp8_linear(x, *gate_up, RECIPE), fmt), *down, RECIPE)
         x, _ = ops.add_rmsnorm(x, residual, self.norm, 1e-5)
         return ops.lm_head(x, self.embedding, self.head)
 

@@ -75,7 +75,7 @@ def _gather(policy: Policy, fp8: bool) -> Iterator[tuple[str, Tensor]]:
                 for _ in tensors:
                     pass
         elif dist.get_rank() == 0:
-            yield from _receive_all(_stage_source(stage))
+            yield from _receive_all(_stage_source(stage), policy.device)
 
 
 def _stage_source(stage: int) -> int:
@@ -170,13 +170,13 @@ def _send_all(tensors: Iterator[tuple[str, Tensor]]) -> None:
     dist.send_object_list([None], dst=0)
 
 
-def _receive_all(source: int) -> Iterator[tuple[str, Tensor]]:
+def _receive_all(source: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     while True:
         header: list[tuple[str, torch.Size, torch.dtype] | None] = [None]
         dist.recv_object_list(header, src=source)
         if header[0] is None:
             return
         name, shape, dtype = header[0]
-        buffer = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8)
+        buffer = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
         dist.recv(buffer, src=source)
         yield name, buffer.view(dtype).view(shape)

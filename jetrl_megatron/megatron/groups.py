@@ -15,6 +15,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.megatron import cpu_shim
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -34,6 +36,7 @@ class Ranks:
     node: int = 0
     num_nodes: int = 1
     local_rank: int = 0  # among the ranks of this node
+    device: torch.device = CPU  # where this rank's parameters live
 
     @property
     def is_main(self) -> bool:
@@ -51,7 +54,8 @@ class Ranks:
 def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -> Ranks:
     """Join the default group (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build Megatron's groups.
 
-    Raises ValueError when the world size does not fit the layout.
+    On GPUs the rank's own (`select_device`) is current from here on. Raises ValueError when the world size does not fit
+    the layout, or the node has fewer GPUs than ranks.
     """
     cpu_shim.install()
     world_size = int(os.environ["WORLD_SIZE"])
@@ -65,9 +69,15 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
             f"expert={parallel.expert}, ranks={world_size}; rule: divides tensor * data "
             f"({world_size // parallel.pipeline}); fix: change the sizes or the number of ranks"
         )
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = select_device(local_rank)
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+        on_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            timeout=datetime.timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,  # NCCL connects here, and not by guessing the GPU in the first call
+        )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -90,8 +100,25 @@ def initialize(parallel: ParallelConfig, seed: int, timeout_s: float = 1800.0) -
         virtual_size=parallel.virtual_pipeline,
         node=int(os.environ.get("GROUP_RANK", "0")),  # torchrun has one agent, hence one group, per node
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=local_rank,
+        device=device,
     )
+
+
+def select_device(local_rank: int) -> torch.device:
+    """The GPU of a rank, made current before anything allocates: rank i of a node takes GPU i of those that
+    CUDA_VISIBLE_DEVICES leaves. The CPU where there is no CUDA. Raises ValueError when the node has too few GPUs."""
+    if not torch.cuda.is_available():
+        return CPU
+    visible = torch.cuda.device_count()
+    if local_rank >= visible:
+        raise ValueError(
+            f"LOCAL_RANK={local_rank} with {visible} visible GPUs; rule: every rank of a node has a GPU of its own, "
+            "GPU LOCAL_RANK; fix: fewer ranks on the node (parallel.*, JETRL_RANKS_PER_NODE), or show all of the "
+            "node's GPUs to every rank (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def own_address() -> str:

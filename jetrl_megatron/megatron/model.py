@@ -89,6 +89,11 @@ class Policy:
     def models(self) -> list[GPTModel]:
         return [chunk.model for chunk in self.chunks]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters of this rank are."""
+        return next(self.models[0].parameters()).device
+
     def weights_changed(self, version: int) -> None:
         """Declare that the parameters changed: quantized copies are made again on next use."""
         self.precision.version.value = version

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,15 @@ class PackedSequences(PackedSeqParams):
             positions=positions,
         )
 
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same on another device; offsets that are asked for on the host stay there."""
+        moved = {
+            name: value.to(device)
+            for name in ("cu_seqlens_q", "cu_seqlens_kv", "positions")
+            if (value := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
 
 class RMSNorm(nn.Module):
     """Hidden, q/k and final norm; weight [H] in the model's dtype. fmt: of the FP8 linear that reads the result as it
@@ -54,7 +63,8 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from jetrl_megatron.megatron.modules import PackedSequences
 
 @dataclass
 class MicroBatch:
-    """Packed sequences of one forward. T tokens incl. the padding tail, n response tokens.
+    """Packed sequences of one forward, on the host until then. T tokens incl. the padding tail, n response tokens.
 
     token_ids [T]; sequences: their offsets; request: the n rows and targets; loss_inputs: tensors [n] that the loss
     function reads.
@@ -30,6 +30,12 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.token_ids.shape[0])
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        request = replace(self.request, rows=self.request.rows.to(device), targets=self.request.targets.to(device))
+        inputs = {name: value.to(device) for name, value in self.loss_inputs.items()}
+        return MicroBatch(self.token_ids.to(device), self.sequences.to(device), request, inputs)
 
 
 LossFn = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, float]]]
@@ -58,11 +64,11 @@ def pack(
 
 
 def compute_logprobs(policy: Policy, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """fp32 log-probs [n] per micro-batch, on the last pipeline stage; an empty list on other stages."""
+    """fp32 log-probs [n] per micro-batch on the host, on the last pipeline stage; an empty list on other stages."""
     results: list[Tensor] = []
 
     def collect(logprobs: Tensor, _batch: MicroBatch) -> tuple[Tensor, dict[str, float]]:
-        results.append(logprobs.detach())
+        results.append(logprobs.detach().cpu())
         return logprobs.sum(), {}
 
     with torch.no_grad():
@@ -76,7 +82,7 @@ def forward_backward(
     """Accumulate gradients of the summed micro-batch losses. Returns the loss functions' metrics on the last stage.
 
     models: the policy's, as wrapped for gradients. loss_fn must already be normalised over the global batch: nothing is
-    divided here."""
+    divided here, and sees a micro-batch on the model's device."""
     return _run(models, policy, micro_batches, loss_fn, forward_only=False)
 
 
@@ -88,7 +94,7 @@ def _run(
     forward_only: bool,
 ) -> list[dict[str, float]]:
     def forward_step(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batches)
+        batch = next(batches).to(policy.device)
         output = model(
             batch.token_ids.unsqueeze(0),
             batch.sequences.positions.unsqueeze(0) if batch.sequences.positions is not None else None,
@@ -100,7 +106,7 @@ def _run(
 
         def loss(logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
             value, metrics = loss_fn(logprobs, batch)
-            return value, torch.tensor(1, dtype=torch.int), metrics
+            return value, torch.tensor(1, dtype=torch.int, device=value.device), metrics
 
         return output, loss
 

@@ -35,9 +35,8 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         _require_plain(options)
         new = extend_seq_lens.tolist()
         table = req_to_token[req_pool_indices, : int(seq_lens.max())]
-        kv_len = torch.cat(
-            [torch.arange(p + 1, p + n + 1) for p, n in zip(extend_prefix_lens.tolist(), new, strict=True)]
-        )
+        spans = [torch.arange(p + 1, p + n + 1) for p, n in zip(extend_prefix_lens.tolist(), new, strict=True)]
+        kv_len = torch.cat(spans).to(query.device)
         cu = [0, *accumulate(new)]
         return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, kv_len, scaling))
 

@@ -102,6 +102,7 @@ class EngineSpec:
         """Keyword arguments of `sglang.Engine`."""
         import torch
 
+        on_gpu = torch.cuda.is_available()
         args: dict[str, Any] = {
             "model_path": str(self.model_dir),
             "load_format": "dummy",
@@ -124,8 +125,10 @@ class EngineSpec:
             "mem_fraction_static": self.mem_fraction_static,
             "random_seed": 0,
             "log_level": "error",
-            "device": "cuda" if torch.cuda.is_available() else "cpu",
+            "device": "cuda" if on_gpu else "cpu",
         }
+        if on_gpu:  # our attention reads the lengths of sequences on the host, which a graph cannot replay
+            args |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         if self.port:
             args["port"] = self.port
         return args

@@ -40,6 +40,7 @@ def register() -> None:
     that a stock SGLang in the same environment stays stock."""
     if not is_engine_process():
         return
+    from sglang.kernels.fused_op import KernelBackend, set_fused_op_backend
     from sglang.srt.arg_groups import choices
     from sglang.srt.layers import quantization
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -48,6 +49,7 @@ def register() -> None:
     from jetrl_megatron.rollout.quantization import METHOD_CONFIGS
 
     use_threads(engine_threads())
+    set_fused_op_backend(KernelBackend.TORCH)  # on every device the paths that our hooks replace (`forward_native`)
     choices.add_attention_backend_choices(["jetrl"])
     register_attention_backend("jetrl")(PagedAttentionBackend)
     for allowed in (
@@ -70,6 +72,9 @@ def _register_operator_hooks() -> None:
         "layers.logits_processor.LogitsProcessor._compute_lm_head": _lm_head,
         "layers.sampler.Sampler.forward": _sampler(operator_times_file()),
         "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
+        "models.qwen3_moe.enable_fused_set_kv_buffer": lambda _forward_batch: (
+            False
+        ),  # on CUDA rope would write the pool
     }
     around: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,

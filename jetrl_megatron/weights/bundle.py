@@ -102,8 +102,8 @@ def write_bundle(path: Path, version: int, tensors: Iterable[tuple[str, Tensor]]
         size = tensor.numel() * tensor.element_size()
         if held and held + size > bucket_bytes:
             flush()
-        bucket[name] = tensor.contiguous()
-        checksums[name] = checksum(tensor)
+        bucket[name] = tensor.contiguous().cpu()
+        checksums[name] = checksum(bucket[name])
         held += size
         total += size
     flush()

@@ -151,9 +151,11 @@ class Job:
             for i in todo:
                 done[i] = _make(self.write, self.staging, i, self.parts[i])
             return [done[i] for i in range(len(self.parts))]
-        spawn = multiprocessing.get_context("spawn")  # a forked child would hang in torch's thread pool
+        # Forked from a process that has imported torch once and used it never: its thread pool survives no fork.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["__main__", self.write.__module__])
         threads = max((os.cpu_count() or 1) // workers, 1)
-        with concurrent.futures.ProcessPoolExecutor(workers, spawn, _set_threads, (threads,)) as pool:
+        with concurrent.futures.ProcessPoolExecutor(workers, server, _set_threads, (threads,)) as pool:
             futures = {i: pool.submit(_make, self.write, self.staging, i, self.parts[i]) for i in todo}
             try:
                 done |= {i: future.result() for i, future in futures.items()}
