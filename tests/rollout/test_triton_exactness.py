@@ -19,6 +19,7 @@ from tests.support.models import tiny_model
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 DIMS = {
+    "num_hidden_layers": 1,
     "vocab_size": 128,
     "hidden_size": 128,
     "intermediate_size": 256,
