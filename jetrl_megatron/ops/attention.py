@@ -87,9 +87,9 @@ def _padded_groups(cu: list[int], device: torch.device, max_tokens: int = 8192) 
     result = []
     for group in groups:
         longest = group[-1][1] - group[-1][0]
-        offsets = torch.arange(longest, device=device)
-        starts = torch.tensor([a for a, _ in group], device=device)[:, None]
-        ends = torch.tensor([b for _, b in group], device=device)[:, None]
+        offsets = torch.arange(longest)
+        starts = torch.tensor([a for a, _ in group])[:, None]
+        ends = torch.tensor([b for _, b in group])[:, None]
         index = starts + offsets
-        result.append((torch.minimum(index, ends - 1), index < ends))
+        result.append((torch.minimum(index, ends - 1).to(device), (index < ends).to(device)))
     return result
