@@ -1,4 +1,5 @@
-"""Who computes the quantization and the three GEMMs of an FP8 linear: one backend per process, chosen by name.
+"""Who computes the quantization and the three GEMMs of an FP8 linear: one backend per process, chosen by name. It also
+brings the kernels of the other operators (`ops/kernels.py`).
 
 | backend | runs on | quantizer | GEMM |
 |---|---|---|---|

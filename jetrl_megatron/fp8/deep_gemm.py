@@ -250,8 +250,7 @@ def _check_experts(x: Fp8Tensor, num_rows: Sequence[int], codes_ENK: Tensor) -> 
 
 
 def prepare_grouped_wgrad(dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grad_ENK: Tensor) -> Call | None:
-    """Per expert dY^T [N, T_e] and X^T [K, T_e], quantized along tokens: main_grad [E, N, K] fp32 += dY^T X, in one
-    call.
+    """Per expert dY^T [N, T_e] and X^T [K, T_e], quantized along tokens, in one call: main_grad [E, N, K] += dY^T X.
 
     Tokens are padded to 128 per expert; one without any adds nothing. None if no expert has any."""
     shape = (len(dy_t), len(dy_t[0].data), len(x_t[0].data))
@@ -276,8 +275,8 @@ def _flatten_groups(groups: Sequence[Fp8Tensor]) -> Operand:
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
-    """[E, ...] of contiguous parts of one shape: a view where they lie one after the other (an engine's experts), a
-    copy elsewhere."""
+    """[E, ...] of contiguous parts of one shape: a view where one follows the other (an engine's experts), else a
+    copy."""
     first = parts[0]
     size, memory = first.numel() * first.element_size(), first.untyped_storage().data_ptr()
     if all(

@@ -50,7 +50,7 @@ class Edge:
 @dataclass(frozen=True)
 class Node:
     """One executed operator. module: canonical (Hugging Face) module path, '' outside any attached module. kernels: the
-    kernel set behind it, which never changes a result. edges: in order of appearance, each once."""
+    kernel set behind it, or the FP8 backend. edges: in order of appearance, each once."""
 
     operator: str
     module: str

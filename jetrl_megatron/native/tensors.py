@@ -20,6 +20,7 @@ def call(name: str, *arguments: Any) -> None:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, Tensor):
+        assert value.device.type == "cpu"
         assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
     if value is None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+import torch
+
 from jetrl_megatron.fp8.backends import active_name
 from jetrl_megatron.native import native
 
@@ -32,13 +34,13 @@ def use_kernels(name: str | None) -> None:
 
 
 def kernels_name() -> str:
-    """Name of the active kernel set: unless chosen otherwise, Triton's with a GPU backend, and with the emulated one
-    compiled C++ where it can be built, else the torch reference."""
+    """Name of the active kernel set: unless chosen otherwise, Triton's with a GPU backend; with the emulated one
+    compiled C++ where it can be built and tensors are on the CPU, else the torch reference."""
     if _chosen:
         return _chosen[0]
     if active_name() != "emulated":
         return "triton"
-    return "compiled" if native() is not None else "reference"
+    return "compiled" if native() is not None and not torch.cuda.is_available() else "reference"
 
 
 def kernels() -> ModuleType:

@@ -202,8 +202,9 @@ def attention(
     lengths = kv_len.tolist()
     for items in _work_groups(cu_queries, lengths, q.shape[1]):
         tq, tk = max(end - start for _, start, end in items), max(max(lengths[s:e]) for _, s, e in items)
-        index = q.new_tensor([[min(start + i, end - 1) for i in range(tq)] for _, start, end in items], dtype=I64)
-        slots = table[q.new_tensor([b for b, _, _ in items], dtype=I64), :tk].long()
+        rows = [[min(start + i, end - 1) for i in range(tq)] for _, start, end in items]
+        index = torch.tensor(rows, device=q.device)
+        slots = table[torch.tensor([b for b, _, _ in items], device=q.device), :tk].long()
         o = _attend(q[index], k_pool[slots], v_pool[slots], kv_len[index], scale)
         out[index] = o
     return out

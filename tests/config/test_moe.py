@@ -41,9 +41,9 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def lines(dims: ModelDims, **sections: dict[str, Any]) -> list[str]:
+def lines(dims: ModelDims, emulated: bool = True, **sections: dict[str, Any]) -> list[str]:
     cfg = RunConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, **sections})
-    return [str(violation) for violation in check_model(cfg, dims)]
+    return [str(violation) for violation in check_model(cfg, dims, emulated=emulated)]
 
 
 def test_dims_of_a_published_model() -> None:
@@ -132,6 +132,9 @@ def test_cut_experts_need_invariant_sums_when_exactness_is_required() -> None:
     assert line.startswith("rollout.expert_parallel: 1 with rollout.tensor_parallel=2; rule: mismatch.require_exact")
     assert lines(dims, parallel=training, rollout={"tensor_parallel": 2, "expert_parallel": 2}) == []
     assert lines(dims, parallel={**training, "tp_invariant": True}, rollout={"tensor_parallel": 2}) == []
+    bf16 = {"train": "bf16", "rollout": "bf16"}  # exact sums on the emulated backend, not on a GPU
+    assert lines(dims, parallel=training, rollout={"tensor_parallel": 2}, precision=bf16) == []
+    assert lines(dims, emulated=False, parallel=training, rollout={"tensor_parallel": 2}, precision=bf16) == [line]
 
 
 def test_ranks_that_share_the_experts() -> None:

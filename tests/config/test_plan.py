@@ -122,7 +122,7 @@ def test_null_tp_invariant_follows_the_backend() -> None:
 
 
 def test_gpu_backends_refuse_what_only_the_emulated_one_has() -> None:
-    """Sums in segments and scales other than blocks: refused before a run starts, unless nothing runs in FP8."""
+    """Sums in segments, in BF16 too, and FP8 scales other than blocks: refused before a run starts."""
     dims, cfg = dims_of("Qwen3-8B"), at_tp(1, invariant=True)
     assert not check_model(cfg, dims, emulated=True)
     (found,) = check_model(cfg, dims, emulated=False)
@@ -131,7 +131,10 @@ def test_gpu_backends_refuse_what_only_the_emulated_one_has() -> None:
     keys = [f.key for f in check_model(cfg.model_copy(update={"precision": per_row}), dims, emulated=False)]
     assert keys[:2] == ["precision.granularity", "parallel.tp_invariant"]
     bf16 = cfg.precision.model_copy(update={"train": "bf16", "rollout": "bf16"})
-    assert not check_model(cfg.model_copy(update={"precision": bf16}), dims, emulated=False)
+    (found,) = check_model(cfg.model_copy(update={"precision": bf16}), dims, emulated=False)
+    assert found.key == "parallel.tp_invariant"
+    per_row = bf16.model_copy(update={"granularity": "channel"})
+    assert not check_model(at_tp(1, invariant=False).model_copy(update={"precision": per_row}), dims, emulated=False)
 
 
 @pytest.mark.parametrize(("k", "segments"), [(512, 4), (576, 1), (256, 2), (384, 1), (768, 2), (896, 1), (18944, 4)])

@@ -11,6 +11,7 @@ from jetrl_megatron import ops
 from jetrl_megatron.fp8 import Fp8Recipe, Fp8Weight, backends, quantize_weight, whole
 from jetrl_megatron.fp8.emulated import Emulated
 from jetrl_megatron.fp8.gpu.backend import check_one_chain
+from jetrl_megatron.ops import kernels
 from jetrl_megatron.ops.recorder import record
 
 
@@ -94,6 +95,24 @@ def test_the_recorded_graph_names_the_backend(monkeypatch: pytest.MonkeyPatch) -
 
     before = kernels_of_nodes()
     assert before["fp8_linear"] == before["swiglu"] <= {"compiled", "reference"}
-    monkeypatch.setattr(backends, "_active", [("triton", Emulated())])
-    after = kernels_of_nodes()
-    assert after == {"swiglu": before["swiglu"], "fp8_linear": {"triton"}}
+    monkeypatch.setattr(backends, "_active", [("deep_gemm", Emulated())])
+    monkeypatch.setitem(kernels.KERNEL_SETS, "triton", "jetrl_megatron.ops.reference")  # which needs no GPU
+    assert kernels_of_nodes() == {"swiglu": {"triton"}, "fp8_linear": {"deep_gemm"}}
+
+
+def test_gpu_backends_bring_tritons_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel set follows the backend; every set has the same functions; a set may be chosen whatever the backend,
+    for tests, and given back."""
+    for backend in ("triton", "deep_gemm"):
+        monkeypatch.setattr(backends, "_active", [(backend, Emulated())])
+        assert kernels.kernels_name() == "triton"
+    triton = kernels.kernels()
+    for name in kernels.KERNEL_SETS:
+        kernels.use_kernels(name)
+        assert all(callable(getattr(kernels.kernels(), function)) for function in triton.__all__)
+    kernels.use_kernels(None)
+    assert kernels.kernels() is triton
+    monkeypatch.setattr(backends, "_active", [])
+    assert kernels.kernels_name() in ("compiled", "reference")
+    with pytest.raises(ValueError, match=r"kernels: 'cuda'; .* \['compiled', 'reference', 'triton'\]"):
+        kernels.use_kernels("cuda")

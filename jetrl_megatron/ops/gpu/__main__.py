@@ -69,9 +69,11 @@ def check(device: str, results: dict[str, Any]) -> bool:
         SHAPES,
         SMALL_EXPERTS,
         SMALL_SHAPES,
+        check_bf16_linear,
         check_experts,
         check_linear,
         check_masked,
+        check_row_parallel,
     )
 
     names, note = backends()
@@ -90,6 +92,8 @@ def check(device: str, results: dict[str, Any]) -> bool:
         print(f"  {comparison.kernel}: {comparison.case}: {comparison.num_different} differ, first {comparison.first}")
     shapes = SHAPES if device == "cuda" else SMALL_SHAPES
     agreements = [a for name in names for shape in shapes for a in check_linear(name, device, shape)]
+    for shape in shapes:
+        agreements += [*check_bf16_linear(device, shape), *check_row_parallel(device, shape)]
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES
     agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
     experts = EXPERTS if device == "cuda" else SMALL_EXPERTS

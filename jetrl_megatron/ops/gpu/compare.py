@@ -119,7 +119,6 @@ def _fused(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Itera
     activated = reference.swiglu(gate_up)
     got = fused.swiglu(gate_up.to(device), fmt, layout)
     yield "SwiGLU + quantize", _fused_parts(got), {**_parts(quantize_rows(activated, fmt)), "out": activated}
-    yield "SwiGLU", _fused_parts(fused.swiglu(gate_up.to(device))), {"out": activated}
     x = x[:_INTERPRETED_ROWS] if device == "cpu" else x
     weight = x[0].clone().nan_to_num_(1.0, 1.0, 1.0).clamp(-4, 4)
     there, scaled_by, residual = x.to(device), weight.to(device), x.roll(1, dims=1)
@@ -131,7 +130,18 @@ def _fused(x: Tensor, fmt: Fp8Format, layout: ScaleLayout, device: str) -> Itera
     normed = reference.rmsnorm(x, weight, 1e-6)
     got = fused.rmsnorm(there, scaled_by, 1e-6, fmt, layout=layout)
     yield "RMSNorm + quantize", _fused_parts(got), {**_parts(quantize_rows(normed, fmt)), "out": normed}
-    yield "RMSNorm", _fused_parts(fused.rmsnorm(there, scaled_by, 1e-6)), {"out": normed}
+
+
+def _unquantized(x: Tensor, device: str) -> Iterator[Pair]:
+    """Norm and activation that no FP8 linear follows."""
+    gate_up, weight = torch.cat([x, x.roll(1, dims=1)], dim=1), torch.linspace(-4, 4, x.shape[1]).bfloat16()
+    there, scaled_by, residual = x.to(device), weight.to(device), x.roll(1, dims=1)
+    yield "SwiGLU", _fused_parts(fused.swiglu(gate_up.to(device))), {"out": reference.swiglu(gate_up)}
+    yield "RMSNorm", _fused_parts(fused.rmsnorm(there, scaled_by, 1e-6)), {"out": reference.rmsnorm(x, weight, 1e-6)}
+    total = x + residual
+    got = fused.rmsnorm(there, scaled_by, 1e-6, residual=residual.to(device))
+    expected = {"out": reference.rmsnorm(total, weight, 1e-6), "residual": total}
+    yield "residual + RMSNorm", _fused_parts(got), expected
 
 
 def _fused_parts(result: fused.Fused) -> Outputs:
@@ -157,30 +167,42 @@ def compare_all(device: str) -> Iterator[Comparison]:
     yield compare_far_rows(device)
 
 
+def _heads(x: Tensor, device: str) -> Iterator[Pair]:
+    """x [T, h, D]: heads for rope, experts' outputs for their sum."""
+    t, heads, dim = x.shape
+    generator = torch.Generator().manual_seed(x.numel())
+    angle = torch.rand(t, dim // 2, generator=generator) * 6.3
+    cos, sin, weights = angle.cos(), angle.sin(), torch.rand(t, heads, generator=generator)
+    rotated = elementwise.rope(x.to(device), cos.to(device), sin.to(device))
+    yield "rope", {"out": rotated}, {"out": reference.rope(x, cos, sin)}
+    total = elementwise.moe_combine(x.to(device), weights.to(device))
+    yield "sum over experts", {"out": total}, {"out": reference.moe_combine(x, weights)}
+
+
+def _vocabulary(logits: Tensor, device: str) -> Iterator[Pair]:
+    """logits [T, V] fp32."""
+    total = reference.tree_sum(reference.exp32(logits - logits.amax(-1, keepdim=True)))
+    yield "sum of exp", {"out": logprob.sum_exp(logits.to(device))[1]}, {"out": total}
+    targets = torch.arange(len(logits)) % logits.shape[1]
+    got = kernels.logprob(logits.to(device), targets.to(device))
+    yield "log-prob", {"out": got}, {"out": reference.logprob(logits, targets)}
+
+
 def compare_rows(device: str) -> Iterator[Comparison]:
-    """Operators without a quantizer behind them: rope, the sum over experts, log-probs; every kind of number, several
-    heads, experts and sizes of vocabulary."""
-    generator = torch.Generator().manual_seed(3)
+    """Operators without a quantizer behind them: norm, activation, rope, the sum over experts, log-probs; every kind of
+    number, several heads, experts and sizes of vocabulary."""
     for kind in KINDS:
+        pairs: list[tuple[str, Iterator[Pair]]] = []
+        for shape in ((33, 129), (40, 128), (1, 1)):
+            pairs.append((f"{shape[0]}x{shape[1]}", _unquantized(matrix(kind, shape, torch.bfloat16), device)))
         for t, heads, dim in ((5, 3, 64), (33, 1, 24), (1, 2, 2)):
-            x = matrix(kind, (t * heads, dim), torch.bfloat16)
-            angle = torch.rand(t, dim // 2, generator=generator) * 6.3
-            cos, sin = angle.cos(), angle.sin()
-            got = elementwise.rope(x.to(device).view(t, heads, dim), cos.to(device), sin.to(device))
-            wanted = reference.rope(x.view(t, heads, dim), cos, sin)
-            yield compare("rope", f"{kind} {t}x{heads}x{dim}", {"out": got}, {"out": wanted})
-            weights = torch.rand(t, heads, generator=generator)
-            got = elementwise.moe_combine(x.to(device).view(t, heads, dim), weights.to(device))
-            wanted = reference.moe_combine(x.view(t, heads, dim), weights)
-            yield compare("sum over experts", f"{kind} {t}x{heads}x{dim}", {"out": got}, {"out": wanted})
+            x = matrix(kind, (t * heads, dim), torch.bfloat16).view(t, heads, dim)
+            pairs.append((f"{t}x{heads}x{dim}", _heads(x, device)))
         for size in (1, 127, 300, 9001):
-            logits = matrix(kind, (2, size), torch.float32)
-            targets = torch.randint(size, (2,), generator=generator)
-            there = logprob.sum_exp(logits.to(device))
-            wanted = reference.tree_sum(reference.exp32(logits - logits.amax(-1, keepdim=True)))
-            yield compare("sum of exp", f"{kind} V={size}", {"out": there[1]}, {"out": wanted})
-            got = kernels.logprob(logits.to(device), targets.to(device))
-            yield compare("log-prob", f"{kind} V={size}", {"out": got}, {"out": reference.logprob(logits, targets)})
+            pairs.append((f"V={size}", _vocabulary(matrix(kind, (2, size), torch.float32), device)))
+        for case, family in pairs:
+            for kernel, actual, expected in family:
+                yield compare(kernel, f"{kind} {case}", actual, expected)
 
 
 def compare_blocks(device: str) -> Iterator[Comparison]:

@@ -12,6 +12,9 @@ from torch import Tensor
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, Fp8Weight, deep_gemm, quantize_weight, whole
 from jetrl_megatron.fp8.backends import Backend, GroupLoops, load
 from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.fp8.gpu.linear import linear
+from jetrl_megatron.ops import reference
+from jetrl_megatron.ops.gpu import kernels
 from jetrl_megatron.ops.gpu.compare import bits
 
 # Relative Frobenius error of tensor cores, which keep about 13 fraction bits in a K = 32 step, against exact partial
@@ -110,6 +113,47 @@ def _check_backward(
     again = start.clone().to(device)
     backend.wgrad(dy_t, x_t, again)
     yield Agreement(name, "WGrad twice", case, num_different(again, main_grad), 0)
+
+
+def check_bf16_linear(device: str, shape: tuple[int, int, int]) -> Iterator[Agreement]:
+    """Against the exact linear of the reference; rows alone against rows in a batch, and columns in another order."""
+    t, k, n = shape
+    x, w, _ = (tensor.to(device) for tensor in _problem(t, k, n))
+    y, case = linear(x, w), f"T={t} K={k} N={n}"
+    exact = reference.linear(x.cpu(), reference.prepare_linear(w.cpu()))
+    yield Agreement("triton", "BF16 linear", case, relative_error(y, exact), FP32_BOUND)
+    for rows in (1, t // 2):
+        part = num_different(linear(x[t - rows :], w), y[t - rows :])
+        yield Agreement("triton", "BF16 linear alone = in the batch", f"{case} rows={rows}", part, 0)
+    turned = num_different(linear(x, w.flip(0)), y.flip(1))
+    yield Agreement("triton", "BF16 linear, columns reordered", case, turned, 0)
+
+
+def check_row_parallel(device: str, shape: tuple[int, int, int]) -> Iterator[Agreement]:
+    """K cut over four ranks that are simulated: the sum of their partial sums has no order, and is near the exact."""
+    t, k, n = shape
+    x, w, _ = (tensor.to(device) for tensor in _problem(t, k, n))
+    ranks = list(zip(x.chunk(4, 1), w.chunk(4, 1), strict=True))
+    top = torch.stack([reference.row_max(linear(*rank)) for rank in ranks]).amax(0)
+    partials: list[Tensor] = []
+
+    def sent(mine: Tensor) -> Tensor:
+        partials.append(mine.clone())
+        return mine
+
+    for rank in ranks:
+        kernels.row_parallel_linear(*rank, lambda _mine: top, sent)
+
+    def run(step: int) -> Tensor:
+        total = torch.zeros_like(partials[0])
+        for partial in partials[::step]:
+            total += partial
+        return kernels.row_parallel_linear(*ranks[0], lambda _mine: top, lambda _mine: total)
+
+    y, case = run(1), f"T={t} K=4x{k // 4} N={n}"
+    exact = reference.linear(x.cpu(), reference.prepare_linear(w.cpu()))
+    yield Agreement("triton", "BF16 linear over ranks", case, relative_error(y, exact), FP32_BOUND)
+    yield Agreement("triton", "BF16 linear over ranks, reversed", case, num_different(run(-1), y), 0)
 
 
 def _experts(counts: list[int], k: int, n: int, device: str) -> tuple[Tensor, Tensor, list[Fp8Weight]]:

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 KERNELS = {
     "quantize 1x128",
     "quantize 128x128",
+    "quantize 128x128 of a fused weight",
     "quantize along tokens",
     "quantize both ways",
     "requantize along tokens",
@@ -31,6 +32,13 @@ KERNELS = {
     "residual + RMSNorm + quantize",
     "RMSNorm + quantize",
     "SwiGLU + quantize",
+    "residual + RMSNorm",
+    "RMSNorm",
+    "SwiGLU",
+    "rope",
+    "sum over experts",
+    "sum of exp",
+    "log-prob",
     "TMA layout",
     "exp32",
     "tree_sum",
@@ -73,7 +81,17 @@ def test_every_kernel_is_byte_equal(report: dict[str, Any]) -> None:
 def test_the_triton_backend_agrees(report: dict[str, Any]) -> None:
     """FProp, DGrad and WGrad of the Triton backend: within tolerance of the exact GEMM, rows independent of the batch,
     equal when run twice."""
-    assert {row["gemm"] for row in report["gemms"]} >= {"FProp", "DGrad", "WGrad", "FProp alone = in the batch"}
+    wanted = {
+        "FProp",
+        "DGrad",
+        "WGrad",
+        "FProp alone = in the batch",
+        "BF16 linear",
+        "BF16 linear alone = in the batch",
+        "BF16 linear over ranks, reversed",
+    }
+    wanted |= {f"grouped {gemm} = dense" for gemm in ("FProp", "DGrad", "WGrad")}
+    assert {row["gemm"] for row in report["gemms"]} >= wanted
     assert all(row["passed"] for row in report["gemms"])
     assert report["deep_gemm"].startswith("DeepGEMM: not checked: ")
 
@@ -96,7 +114,8 @@ def test_attention_is_the_same_in_prefill_and_decode(report: dict[str, Any]) -> 
 @pytest.mark.slow
 def test_bench_rows(report: dict[str, Any]) -> None:
     """The times have a row per memory-bound kernel and per direction of a linear, all positive."""
-    assert {row["kernel"] for row in report["bandwidth"]} == QUANTIZING | {"copy"}
+    rows = {"copy", "RMSNorm", "SwiGLU", "rope", "sum over experts", "sum of exp"}
+    assert {row["kernel"] for row in report["bandwidth"]} == QUANTIZING - {"quantize 128x128 of a fused weight"} | rows
     assert {row["direction"] for row in report["linears"]} == {"forward", "backward"}
     assert all(row["ms"] > 0 for row in report["bandwidth"] + report["linears"])
     assert "no GPU" in report["machine"]["device"]
