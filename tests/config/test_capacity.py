@@ -81,7 +81,7 @@ def test_every_shipped_model_has_the_published_parameters() -> None:
         dims = ModelDims.from_hf(yaml.safe_load(path.read_text())["model"]["architecture"])
         assert dims.model_type in ARCHITECTURES
         cfg = RunConfig.model_validate({"model": {"path": "x"}, "data": {"path": "x"}})
-        found[path.stem] = num_parameters(stage_weights(dims, resolve_layout(cfg, 1), 0))
+        found[path.stem] = num_parameters(stage_weights(dims, resolve_layout(cfg, 1, 8), 0))
     assert found == PUBLISHED
 
 
@@ -90,7 +90,7 @@ def test_shards_and_stages_hold_the_model_once(model: str) -> None:
     """Over tensor-parallel and pipeline ranks, with expert parallelism: shards add up to the published parameters;
     norms and the router are whole on every tensor-parallel rank."""
     cfg, dims = load(model, "math_8k", "fp8", 8)
-    one = resolve_layout(cfg, 8)
+    one = resolve_layout(cfg, 8, 8)
     for t, p, e in itertools.product((1, 2, 4), (1, 2, 4), (1, 4) if dims.moe else (1,)):
         layout = replace(one, tensor=t, pipeline=p, expert=e)
         total = 0
@@ -142,7 +142,7 @@ def test_saved_bytes_of_a_layer_by_hand() -> None:
     """Qwen3-8B at TP 4 with sequence parallelism, hand-counted per token and layer; FP8 keeps linear inputs in one byte
     plus a scale per 128."""
     cfg, dims = load("qwen3-8b", "math_8k", "fp8", 8)
-    layout = resolve_layout(cfg, 8)
+    layout = resolve_layout(cfg, 8, 8)
     q, kv, inner = 4096 // 4, 1024 // 4, 12288 // 4
     common = 2 * 2 * 4096 / 4 + 2 * (q + 2 * kv) + 2 * q + 2 * 2 * (q + kv) + 2 * 2 * 4 * 64 + 2 * 2 * inner
     widths = (4096, q, 4096, inner)
@@ -156,7 +156,7 @@ def test_decode_is_bound_by_memory_and_training_by_flops() -> None:
     per weight and token, plus attention and lm_head."""
     cfg, dims = load("qwen3-8b", "math_8k", "bf16", 8, "trainer.prompts_per_step=1", "rollout.samples_per_prompt=1")
     layout = replace(
-        resolve_layout(cfg, 8), tensor=1, pipeline=1, data=1, engine_tensor=1, num_engines=1, sequence=False
+        resolve_layout(cfg, 8, 8), tensor=1, pipeline=1, data=1, engine_tensor=1, num_engines=1, sequence=False
     )
     lengths = Lengths(1, 1)
     time = step_time(cfg, dims, layout, H100, lengths)
@@ -218,6 +218,7 @@ def test_exit_codes_and_json() -> None:
     assert small.returncode == 1
     assert "verdict: does not fit; nearest that does: --gpus" in small.stdout
     assert "ESTIMATED" in small.stdout
+    assert "engine i on node i mod 1; node 0: engine 0 GPUs 0-3, engine 1 GPUs 4-7" in small.stdout
     wrong = jetrl_plan(run)
     assert wrong.returncode == 2
     assert "model.path: models/Qwen3-8B" in wrong.stderr
