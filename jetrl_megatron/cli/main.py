@@ -16,6 +16,7 @@ from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
+from jetrl_megatron.cli.placement import check_engine_places
 from jetrl_megatron.cli.plan import plan
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
@@ -68,6 +69,7 @@ def _prepare(config: Path, overrides: list[str] | None, run_dir: Path | None) ->
 
 def _require_plan(cfg: RunConfig, dims: ModelDims, backend: str) -> None:
     _refuse([*check_flow_precision(cfg), *check_model(cfg, dims, emulated=backend == "emulated")])
+    check_engine_places(cfg, len(find_gpus()))
 
 
 def _refuse(violations: Sequence[Violation]) -> None:
