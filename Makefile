@@ -58,10 +58,12 @@ format: setup  ## reformat the sources
 bench: setup  ## run benchmarks/cpu_kernels.py and every benchmarks/bench_*.py
 	@set -e; for file in benchmarks/cpu_kernels.py benchmarks/bench_*.py; do echo "== $$file"; $(PY) "$$file"; done
 
-gpu-check: setup  ## everything that can be checked on a GPU; fails without one that has FP8 tensor cores
+gpu-check: setup  ## kernels, then whole runs of Megatron and SGLang on the GPUs here: mismatch 0.0; fails without FP8 tensor cores
 	@$(VENV)/bin/jetrl doctor --require-gpu || { \
 	  echo "gpu-check: needs an NVIDIA GPU with FP8 tensor cores; nothing was checked" >&2; exit 1; }
 	$(PY) -m jetrl_megatron.ops.gpu check --out build/gpu_check.json
+	rm -rf build/gpu-exactness
+	$(VENV)/bin/jetrl exactness --backend auto --out build/gpu-exactness
 
 # No `setup`: a bare machine with a GPU needs only a Python that has torch and triton (PY=python3), and no network.
 GPU_PY = $(if $(wildcard $(PY)),$(PY),python3)

@@ -4,6 +4,9 @@ The work of one step of configs/smollm2_gsm8k_cpu.yaml: 4 prompts (new ones ever
 batch of 16, with log-probs of the sampled tokens, at temperature 1 and without early stop. Both engines are started and
 asked in turn; an idle engine sleeps. A first short round warms both up. Besides the wall time, the CPU time of the
 engines' processes is measured, which other load on the machine disturbs less.
+
+With `--backend triton|deep_gemm` on a GPU: 0, stock SGLang as it comes (its attention, CUDA graphs), and e.g.
+`--prompts 512 --samples 1 --concurrent 128 --prompt-tokens 512 --new-tokens 4096`.
 """
 
 from __future__ import annotations
@@ -38,12 +41,11 @@ from jetrl_megatron.weights.plan import ConversionPlan
 
 TARGET_RATIOS = {"compiled": 1.0, "torch": 0.3}
 OURS, STOCK = "jetrl fp8, {}", "stock bf16"
-NUM_PROMPTS, SAMPLES_PER_PROMPT = 4, 4
-BATCH = NUM_PROMPTS * SAMPLES_PER_PROMPT
 WARM_UP_TOKENS = 2
 TEMPERATURE = 1.0
 START_TIMEOUT_S = 300.0
-QUANTIZATION = {"quant_method": "jetrl_fp8", "granularity": "block", "scale_format": "fp32", "tp_invariant": True}
+QUANTIZATION = {"quant_method": "jetrl_fp8", "granularity": "block", "scale_format": "fp32"}
+EMULATED = "emulated"
 
 
 @dataclass
@@ -60,8 +62,8 @@ def main() -> None:
         work = Path(folder)
         model = args.model or (SMOLLM2 if SMOLLM2.is_dir() else random_llama(work / "random_llama"))
         measured = measure(model, work, args)
-    tokens, stock = BATCH * args.new_tokens, measured[STOCK]
-    title = f"{model.name}: {NUM_PROMPTS} x {SAMPLES_PER_PROMPT} samples, {args.new_tokens} new tokens"
+    tokens, stock = args.prompts * args.samples * args.new_tokens, measured[STOCK]
+    title = f"{model.name}: {args.prompts} x {args.samples} samples, {args.new_tokens} new tokens"
     table = Table("engine", "tokens/s", "tokens per CPU-second", "of stock, wall", "of stock, CPU", title=title)
     ratios = {}
     for name, rounds in measured.items():
@@ -74,21 +76,24 @@ def main() -> None:
     console = Console()
     console.print(table)
     targets = {}
-    for kernels in args.kernels:
+    for kernels in args.kernels if args.backend == EMULATED else ():
         name, at_least = OURS.format(kernels), TARGET_RATIOS[kernels]
         met = ratios[name]["wall"] >= at_least
         console.print(f"{name}: target >= {at_least}x of stock: {'met' if met else 'MISSED'}")
         targets[name] = {"ratio": ratios[name]["wall"], "at_least": at_least, "met": met}
     results = {
         "model": model.name,
-        "batch": BATCH,
+        "backend": args.backend,
+        "prompts": args.prompts,
+        "samples": args.samples,
+        "concurrent": args.concurrent,
         "prompt_tokens": args.prompt_tokens,
         "new_tokens": args.new_tokens,
         "targets": targets,
         "ratios_to_stock": ratios,
         "seconds": {name: asdict(rounds) for name, rounds in measured.items()},
     }
-    write_results(f"rollout_{model.name}", results)
+    write_results(f"rollout_{model.name}" + ("" if args.backend == EMULATED else f"_{args.backend}"), results)
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
@@ -106,7 +111,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
-    return parser.parse_args()
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=4, help="per prompt")
+    parser.add_argument("--concurrent", type=int, help="requests decoded together (default: all)")
+    parser.add_argument("--backend", choices=(EMULATED, "triton", "deep_gemm"), default=EMULATED)
+    args = parser.parse_args()
+    args.concurrent = args.concurrent or args.prompts * args.samples
+    if args.backend != EMULATED:
+        args.kernels = [args.backend]
+    return args
 
 
 def measure(model: Path, work: Path, args: argparse.Namespace) -> dict[str, Rounds]:
@@ -117,7 +130,7 @@ def measure(model: Path, work: Path, args: argparse.Namespace) -> dict[str, Roun
     with contextlib.ExitStack() as started:
         engines: dict[str, SglangEngine | StockEngine] = {}
         for kernels in args.kernels:
-            spec = start_spec(checkpoint, work, kernels)
+            spec = start_spec(checkpoint, work, kernels, args)
             with using_kernels(kernels):
                 ours = SglangEngine(spec, START_TIMEOUT_S, request_timeout_s=3600.0)
             started.callback(ours.shutdown)
@@ -127,20 +140,16 @@ def measure(model: Path, work: Path, args: argparse.Namespace) -> dict[str, Roun
         engines[STOCK] = StockEngine(stock_args(spec, checkpoint, work), log)
         started.callback(engines[STOCK].shutdown)
         vocab_size = checkpoint.config["vocab_size"]
-        return take_turns(engines, vocab_size, args.rounds, args.prompt_tokens, args.new_tokens)
+        return take_turns(engines, vocab_size, args)
 
 
 def take_turns(
-    engines: dict[str, SglangEngine | StockEngine],
-    vocab_size: int,
-    num_rounds: int,
-    prompt_tokens: int,
-    new_tokens: int,
+    engines: dict[str, SglangEngine | StockEngine], vocab_size: int, args: argparse.Namespace
 ) -> dict[str, Rounds]:
     results = {name: Rounds() for name in engines}
-    for number in range(num_rounds + 1):
-        count = new_tokens if number else WARM_UP_TOKENS
-        prompts = random_prompts(number, vocab_size, prompt_tokens)
+    for number in range(args.rounds + 1):
+        count = args.new_tokens if number else WARM_UP_TOKENS
+        prompts = random_prompts(number, vocab_size, args)
         for name, engine in engines.items():
             pids = engine.child_pids()
             cpu, start = cpu_seconds(pids), time.perf_counter()
@@ -162,36 +171,42 @@ def generate(engine: SglangEngine | StockEngine, prompts: list[list[int]], count
     return [len(done.token_ids) for done in engine.generate(requests)]
 
 
-def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str) -> EngineSpec:
+def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str, args: argparse.Namespace) -> EngineSpec:
     """Our engine, as `jetrl train` starts it; a model without end-of-sequence id never stops early."""
     folder = work / f"engine_model_{kernels}"
     folder.mkdir()
-    config = {**checkpoint.config, "eos_token_id": None, "quantization_config": QUANTIZATION}
+    emulated = args.backend == EMULATED
+    quantization = {**QUANTIZATION, "tp_invariant": emulated, "backend": args.backend}
+    config = {**checkpoint.config, "eos_token_id": None, "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return EngineSpec(
         model_dir=folder,
         method="jetrl_fp8",
         tensor_parallel=1,
-        max_running_requests=BATCH,
-        max_total_tokens=8192,
+        max_running_requests=args.concurrent,
+        max_total_tokens=max(8192, args.concurrent * (args.prompt_tokens + args.new_tokens)),
         chunked_prefill_tokens=2048,
         mem_fraction_static=0.3,
         num_threads=1,
         port=0,
         log_file=work / f"engine_{kernels}.log",
+        first_gpu=None if emulated else 0,
     )
 
 
 def stock_args(spec: EngineSpec, checkpoint: HfCheckpoint, work: Path) -> dict[str, Any]:
-    """The same server, without anything of ours: no quantization, torch's attention, SGLang's own sampler."""
+    """The same server, without anything of ours: no quantization, SGLang's own sampler, and on a CPU torch's
+    attention."""
     folder = work / "stock_model"
     folder.mkdir()
     for file in checkpoint.path.glob("*.safetensors*"):
         (folder / file.name).symlink_to(file.resolve())
     (folder / "config.json").write_text(json.dumps({**checkpoint.config, "eos_token_id": None}))
-    ours_only = ("load_format", "custom_weight_loader", "quantization", "enable_deterministic_inference")
-    args = {key: value for key, value in spec.server_args().items() if key not in ours_only}
-    return args | {"model_path": str(folder), "attention_backend": "torch_native"}
+    ours_only = {"load_format", "custom_weight_loader", "quantization", "enable_deterministic_inference"}
+    args = spec.server_args() | {"model_path": str(folder), "attention_backend": "torch_native"}
+    if spec.first_gpu is not None:
+        ours_only |= {key for key in args if key.startswith("cuda_graph")} | {"attention_backend", "sampling_backend"}
+    return {key: value for key, value in args.items() if key not in ours_only}
 
 
 def fp8_tensors(checkpoint: HfCheckpoint) -> Iterator[tuple[str, Tensor]]:
@@ -208,10 +223,10 @@ def fp8_tensors(checkpoint: HfCheckpoint) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def random_prompts(seed: int, vocab_size: int, count: int) -> list[list[int]]:
+def random_prompts(seed: int, vocab_size: int, args: argparse.Namespace) -> list[list[int]]:
     draw = random.Random(seed)
-    prompts = [[draw.randrange(10, vocab_size) for _ in range(count)] for _ in range(NUM_PROMPTS)]
-    return [prompt for prompt in prompts for _ in range(SAMPLES_PER_PROMPT)]
+    prompts = [[draw.randrange(10, vocab_size) for _ in range(args.prompt_tokens)] for _ in range(args.prompts)]
+    return [prompt for prompt in prompts for _ in range(args.samples)]
 
 
 if __name__ == "__main__":

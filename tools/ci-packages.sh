@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# System packages of the tests: a Slurm to run the launchers in. Installs what is missing, as root, on Debian and Ubuntu.
+# System packages of the tests: a Slurm to run the launchers in, and the headers of its plugins. Installs what is missing,
+# as root, on Debian and Ubuntu.
 # The packages' daemons are not started: the tests start their own, with their own configuration.
 set -euo pipefail
 missing=()
-for package in slurm-wlm munge; do
+for package in slurm-wlm munge libslurm-dev; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
 done
 if [ ${#missing[@]} -eq 0 ]; then
-  echo "ci-packages: slurm-wlm and munge are installed"
+  echo "ci-packages: slurm-wlm, munge and libslurm-dev are installed"
   exit 0
 fi
 if [ "$(id -u)" != 0 ]; then

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,13 +16,14 @@ from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
+from jetrl_megatron.cli.placement import check_engine_places
 from jetrl_megatron.cli.plan import plan
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
 from jetrl_megatron.config import preflight as preflight_files
 from jetrl_megatron.config.preflight import check_flow_precision
 from jetrl_megatron.config.schema_doc import schema_text
-from jetrl_megatron.study.exactness import TABLE
+from jetrl_megatron.study.exactness import EMULATED, TABLE, cells, gpu_cells
 
 app = typer.Typer(
     name="jetrl",
@@ -45,14 +46,17 @@ RunDirOption = Annotated[Path | None, typer.Option("--run-dir", help="run folder
 
 def _backend(cfg: RunConfig) -> str:
     """`precision.backend`, with `auto` resolved for this machine. Raises ConfigError if it cannot run here."""
-    gpus, wanted = find_gpus(), cfg.precision.backend
+    return _usable_backend("precision.backend", cfg.precision.backend)
+
+
+def _usable_backend(key: str, wanted: str) -> str:
+    """`auto` -> the backend of this machine; any other must be able to run here, else exit code 2."""
+    gpus = find_gpus()
     if wanted == "auto":
         return fp8_backend(gpus, has_deep_gemm())[0]
-    obstacle = None if wanted == "emulated" else backend_obstacle(wanted, gpus, has_deep_gemm())
+    obstacle = None if wanted == EMULATED else backend_obstacle(wanted, gpus, has_deep_gemm())
     if obstacle is not None:
-        _refuse(
-            [Violation("precision.backend", wanted, f"it can run on this machine: {obstacle}", "auto, or emulated")]
-        )
+        _refuse([Violation(key, wanted, f"it can run on this machine: {obstacle}", "auto, or emulated")])
     return wanted
 
 
@@ -65,6 +69,7 @@ def _prepare(config: Path, overrides: list[str] | None, run_dir: Path | None) ->
 
 def _require_plan(cfg: RunConfig, dims: ModelDims, backend: str) -> None:
     _refuse([*check_flow_precision(cfg), *check_model(cfg, dims, emulated=backend == "emulated")])
+    check_engine_places(cfg, len(find_gpus()))
 
 
 def _refuse(violations: Sequence[Violation]) -> None:
@@ -142,14 +147,20 @@ def exactness(
     ],
     matrix: Annotated[bool, typer.Option("--matrix", help="all layouts, models and formats (default)")] = False,
     reduced: Annotated[bool, typer.Option("--reduced", help="one cell per model, a few minutes")] = False,
+    backend: Annotated[
+        Literal["auto", "emulated", "triton", "deep_gemm"],
+        typer.Option("--backend", help="precision.backend; a GPU one: the cells that the GPUs here can run"),
+    ] = EMULATED,
 ) -> None:
     """Measure max |dlogp| for layouts x models x formats, each a real run: exit 0 if all are exactly 0.0, else 1."""
     with user_errors():
-        if matrix and reduced:
-            _refuse([Violation("--reduced", "with --matrix", "one of the two", "leave one out")])
+        name = _usable_backend("--backend", backend)
+        if reduced and (matrix or name != EMULATED):
+            _refuse([Violation("--reduced", "with --matrix or a GPU backend", "alone", "leave it out")])
         if out.exists() and not (out / TABLE).is_file():
             _refuse([Violation("--out", str(out), f"a new folder, or one with {TABLE}", "choose another one")])
-        raise typer.Exit(0 if measure_exactness(out, reduced) else 1)
+        wanted = cells(reduced) if name == EMULATED else gpu_cells(name, len(find_gpus()))
+        raise typer.Exit(0 if measure_exactness(out, wanted) else 1)
 
 
 @app.command()

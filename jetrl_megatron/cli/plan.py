@@ -10,7 +10,7 @@ import typer
 
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, load_config, read_dims
-from jetrl_megatron.config.capacity import H100, CapacityPlan, Lengths, make_plan
+from jetrl_megatron.config.capacity import H100, CapacityPlan, Layout, Lengths, make_plan
 from jetrl_megatron.config.capacity.hardware import GIB
 from jetrl_megatron.config.preflight import check_flow_precision
 
@@ -60,10 +60,11 @@ def plan_dims(cfg: RunConfig) -> ModelDims:
 def lines(cfg: RunConfig, found: CapacityPlan) -> list[str]:
     """The plan as plain text."""
     layout, limit = found.layout, found.limit_bytes
-    own = f"up to {layout.engine_ranks_per_gpu} rank(s) on a training GPU" if layout.shared else "on their own GPUs"
+    own = "one rank on each training GPU" if layout.shared else "on their own GPUs"
     out = [
         f"{layout.gpus} GPUs: training tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, "
         f"expert {layout.expert}; engines {layout.num_engines} x tensor {layout.engine_tensor}, {own}",
+        f"engine i on node i mod {layout.nodes}; node 0: {_first_node(layout)}",
         "block alignment: TP sizes that work: training "
         f"{found.working_tp['train'] or 'none'}, engines {found.working_tp['engine'] or 'none'}",
         f"tokens of a step: {found.time.step_tokens} ({found.lengths.prompt} + {found.lengths.response} per sequence "
@@ -90,6 +91,13 @@ def lines(cfg: RunConfig, found: CapacityPlan) -> list[str]:
         return [*out, "verdict: does not fit; no layout of this model was found that does"]
     gpus, overrides = found.nearest
     return [*out, f"verdict: does not fit; nearest that does: --gpus {gpus} {' '.join(overrides)}"]
+
+
+def _first_node(layout: Layout) -> str:
+    """Engines and GPUs of one node; the others are alike."""
+    size = layout.engine_tensor
+    places = [(i, p.first_gpu) for i, p in enumerate(layout.placement.engines) if p.node == 0]
+    return ", ".join(f"engine {i} GPUs {gpu}-{gpu + size - 1}" for i, gpu in places if gpu is not None)
 
 
 def _gib(size: int) -> str:

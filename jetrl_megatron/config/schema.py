@@ -150,7 +150,9 @@ class RolloutConfig(Section):
     max_running_requests: int = _f(64, "sequences decoded together", ge=1)
     max_total_tokens: int = _f(16384, "KV-cache capacity of one engine, in tokens", ge=16)
     chunked_prefill_tokens: int = _f(512, "prefill chunk size, in tokens", ge=16)
-    mem_fraction_static: float = _f(0.3, "share of device memory for weights and KV cache", gt=0, lt=1)
+    mem_fraction_static: float = _f(
+        0.3, "engine weights and KV cache: share of a GPU's memory free at its start", gt=0, lt=1
+    )
     start_timeout_s: float = _f(180.0, "seconds until an engine must be up", gt=0)
     request_timeout_s: float = _f(1800.0, "seconds until one rollout call must be done", gt=0)
     max_restarts: int = _f(3, "engine restarts per run before the run fails", ge=0)

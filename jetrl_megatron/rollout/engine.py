@@ -78,7 +78,8 @@ class RolloutEngine(Protocol):
 @dataclass(frozen=True)
 class EngineSpec:
     """How to start one engine. model_dir: folder with config.json (weights arrive by `load_weights`); expert_parallel:
-    1, or all tensor_parallel ranks share the experts; record_routes: completions carry the routed experts."""
+    1, or all tensor_parallel ranks share the experts; record_routes: completions carry the routed experts; first_gpu:
+    the engine takes tensor_parallel GPUs from there on, of those that CUDA_VISIBLE_DEVICES leaves; None: on the CPU."""
 
     model_dir: Path
     method: str
@@ -92,6 +93,7 @@ class EngineSpec:
     log_file: Path
     expert_parallel: int = 1
     record_routes: bool = False
+    first_gpu: int | None = None
 
     @property
     def flow_folder(self) -> Path:
@@ -100,9 +102,6 @@ class EngineSpec:
 
     def server_args(self) -> dict[str, Any]:
         """Keyword arguments of `sglang.Engine`."""
-        import torch
-
-        on_gpu = torch.cuda.is_available()
         args: dict[str, Any] = {
             "model_path": str(self.model_dir),
             "load_format": "dummy",
@@ -125,9 +124,11 @@ class EngineSpec:
             "mem_fraction_static": self.mem_fraction_static,
             "random_seed": 0,
             "log_level": "error",
-            "device": "cuda" if on_gpu else "cpu",
+            "device": "cpu" if self.first_gpu is None else "cuda",
         }
-        if on_gpu:  # our attention reads the lengths of sequences on the host, which a graph cannot replay
+        if self.first_gpu is not None:
+            args["base_gpu_id"] = self.first_gpu
+            # Our attention reads the lengths of sequences on the host, which a graph cannot replay.
             args |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         if self.port:
             args["port"] = self.port

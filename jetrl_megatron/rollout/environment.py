@@ -43,6 +43,8 @@ def engine_environment(num_threads: int, tensor_parallel: int) -> dict[str, str]
     env["HF_HUB_OFFLINE"] = "1"
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["PYTHONWARNINGS"] = "ignore"
+    # The training ranks on an engine's GPUs allocate while it starts, each at its own pace.
+    env.setdefault("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", "false")
     if tensor_parallel > 1:
         cores = os.cpu_count() or 1
         env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % cores) for i in range(tensor_parallel))

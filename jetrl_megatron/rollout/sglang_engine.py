@@ -111,11 +111,11 @@ class EnginePool:
         start_timeout_s: float,
         request_timeout_s: float,
         max_restarts: int,
-        starters: Sequence[StarterAddress | None] = (None,),
+        starters: Sequence[StarterAddress | None] | None = None,
     ) -> None:
-        """starters: of the nodes; engines are dealt over them in turn. None: this node."""
+        """starters: of each engine's node; None: this node."""
         self._specs = list(specs)
-        self._starters = [starters[i % len(starters)] for i in range(len(self._specs))]
+        self._starters = [None] * len(self._specs) if starters is None else list(starters)
         self._timeouts = (start_timeout_s, request_timeout_s)
         self._restarts_left = max_restarts
         self.num_restarts = 0

@@ -10,14 +10,15 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
 from jetrl_megatron.atomic import write_atomic
+from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.trainer.metrics import METRICS_FILE, read_metrics
 
 MIN_TOKENS = 2000
@@ -55,6 +56,7 @@ FORMATS: dict[str, dict[str, str]] = {
     "BF16": {"train": "bf16", "rollout": "bf16"},
 }
 BLOCK_FP8 = next(iter(FORMATS))
+EMULATED: Final = "emulated"
 # name: (parallel, rollout, trainer)
 Layout = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 DENSE_LAYOUTS: dict[str, Layout] = {
@@ -83,9 +85,23 @@ MOE_LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Cell:
+    """backend: of the FP8 linears, `precision.backend`."""
+
     model: str
     layout: str
     format: str
+    backend: str = EMULATED
+
+    @property
+    def _layout(self) -> Layout:
+        return (MOE_LAYOUTS if self.is_moe else DENSE_LAYOUTS)[self.layout]
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the cell takes where there are GPUs: trainer and engine share them."""
+        parallel, rollout, _ = self._layout
+        sizes = ParallelConfig(**parallel)
+        return max(sizes.model_size * (sizes.data or sizes.least_data), rollout.get("tensor_parallel", 1))
 
     @property
     def is_moe(self) -> bool:
@@ -93,10 +109,12 @@ class Cell:
 
     def config(self) -> dict[str, Any]:
         """The run configuration of the cell."""
-        parallel, rollout, trainer = (MOE_LAYOUTS if self.is_moe else DENSE_LAYOUTS)[self.layout]
+        parallel, rollout, trainer = self._layout
+        if self.backend != EMULATED:
+            parallel = {**parallel, "tp_invariant": False}
         return {
             "model": {"init": "random", "architecture": MODELS[self.model]},
-            "precision": {**FORMATS[self.format], "dgrad": "bf16", "wgrad": "bf16"},
+            "precision": {**FORMATS[self.format], "dgrad": "bf16", "wgrad": "bf16", "backend": self.backend},
             "parallel": parallel,
             "rollout": {"max_new_tokens": 40, "samples_per_prompt": 8, **rollout},
             "data": {"task": "chain", "min_digits": 8, "max_digits": 24, "max_prompt_tokens": 40},
@@ -142,6 +160,15 @@ def cells(reduced: bool) -> list[Cell]:
     return made
 
 
+def gpu_cells(backend: str, num_gpus: int) -> list[Cell]:
+    """What a GPU backend can compute of the whole matrix with this many GPUs."""
+    return [
+        replace(cell, backend=backend)
+        for cell in cells(reduced=False)
+        if cell.num_gpus <= num_gpus and FORMATS[cell.format].get("granularity", "block") == "block"
+    ]
+
+
 def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
     """Run one cell in `folder`; its output is kept there."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -163,13 +190,12 @@ def run(cell: Cell, folder: Path, timeout_s: float = 900.0) -> Result:
     return Result(cell, largest, sum(int(row["mismatch/num_tokens"]) for row in rows), error)
 
 
-def matrix(out: Path, reduced: bool) -> Iterator[Result]:
-    """Run every cell, one after the other; TABLE and exactness.md in `out` are written again after each. Cells that
+def matrix(out: Path, wanted: Sequence[Cell]) -> Iterator[Result]:
+    """Run these cells, one after the other; TABLE and exactness.md in `out` are written again after each. Cells that
     TABLE already holds as exact are not run again: an interrupted matrix goes on."""
     table = out / TABLE
     rows = json.loads(table.read_text()) if table.is_file() else []
     done = {result.cell: result for result in map(_from_dict, rows) if result.exact}
-    wanted = cells(reduced)
     for number, cell in enumerate(wanted):
         if cell not in done:
             done[cell] = run(cell, out / f"{number:02d}")
@@ -194,5 +220,5 @@ def _as_dict(result: Result) -> dict[str, Any]:
 
 
 def _from_dict(row: dict[str, Any]) -> Result:
-    cell = Cell(row["model"], row["layout"], row["format"])
+    cell = Cell(row["model"], row["layout"], row["format"], row["backend"])
     return Result(cell, row["max_abs_dlogp"], row["num_tokens"], row["error"])

@@ -45,6 +45,7 @@ def _supervise(cfg: RunConfig, run_dir: Path, task: Task) -> int:
         nproc_per_node=num_ranks,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="127.0.0.1",  # else the ranks look for this machine's host name, which need not resolve (containers)
         run_id=f"jetrl-{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.2,

@@ -6,6 +6,7 @@ import json
 import logging
 import multiprocessing
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.config import ModelDims, RunConfig
+from jetrl_megatron.config.capacity import EnginePlace, place_engines
 from jetrl_megatron.config.checkpoint_files import is_torch_dist, model_folder
 from jetrl_megatron.config.plan import resolve_tp_invariant
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
@@ -76,6 +78,7 @@ def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     torch.set_num_threads(cfg.trainer.num_threads)
     use_threads(cfg.trainer.num_threads)
     ranks = initialize(cfg.parallel, cfg.trainer.seed)
+    places = _engine_places(cfg, ranks)
     backend = use_backend(cfg.precision.backend)
     if ranks.is_main:
         log.info("FP8 backend: %s", backend)
@@ -84,8 +87,8 @@ def open_session(cfg: RunConfig, run_dir: Path, resume: bool) -> Session:
     prompts = PromptSource(cfg.data, tokenizer, cfg.trainer.seed, cfg.eval.path) if ranks.is_main else None
     policy = _policy(cfg, ModelDims.from_hf(first.config), ranks, cfg.trainer.recompute)
     first.load(policy)
-    starters = _engine_starters(cfg, ranks)
-    engines = _start_engines(cfg, run_dir, first.config, starters) if ranks.is_main else None
+    starters = _node_starters(ranks, {place.node for place in places})
+    engines = _start_engines(cfg, run_dir, first.config, places, starters) if ranks.is_main else None
     try:
         return _finish(cfg, run_dir, resume, first, tokenizer, prompts, policy, engines)
     except BaseException:
@@ -191,20 +194,30 @@ def _policy(cfg: RunConfig, dims: ModelDims, ranks: Ranks, recompute: bool) -> P
     return build_policy(dims, cfg.parallel, ranks, linear, recompute)
 
 
-def _engine_starters(cfg: RunConfig, ranks: Ranks) -> list[StarterAddress | None]:
-    """Of every node that gets an engine, in order; None for rank 0's own. Elsewhere the first rank starts hosts."""
-    if ranks.num_nodes == 1 or cfg.rollout.num_engines == 1:
-        return [None]
-    serves = ranks.local_rank == 0 and 0 < ranks.node < cfg.rollout.num_engines
+def _engine_places(cfg: RunConfig, ranks: Ranks) -> tuple[EnginePlace, ...]:
+    """Of every engine; the nodes are alike. Raises ConfigError on every rank where their GPUs do not suffice."""
+    gpus = torch.cuda.device_count() if ranks.device.type == "cuda" else 0
+    return place_engines(cfg.rollout, ranks.num_nodes, gpus, ranks.world_size // ranks.num_nodes).engines
+
+
+def _node_starters(ranks: Ranks, nodes: set[int]) -> dict[int, StarterAddress]:
+    """Of the nodes that get an engine, apart from rank 0's own. There the first rank starts hosts."""
+    if nodes == {0}:
+        return {}
+    serves = ranks.local_rank == 0 and ranks.node > 0 and ranks.node in nodes
     found: list[tuple[int, StarterAddress] | None] = [None] * ranks.world_size
     dist.all_gather_object(found, (ranks.node, HostStarter(own_address()).address) if serves else None)
-    return [None, *(address for _, address in sorted((f for f in found if f is not None), key=lambda f: f[0]))]
+    return dict(f for f in found if f is not None)
 
 
 def _start_engines(
-    cfg: RunConfig, run_dir: Path, hf_config: dict[str, Any], starters: list[StarterAddress | None]
+    cfg: RunConfig,
+    run_dir: Path,
+    hf_config: dict[str, Any],
+    places: Sequence[EnginePlace],
+    starters: Mapping[int, StarterAddress],
 ) -> EnginePool:
-    """Start all engine processes without waiting for them, dealt over the nodes."""
+    """Start all engine processes, where they belong, without waiting for them."""
     rollout = cfg.rollout
     model_dir = run_dir / files.ENGINE_MODEL
     model_dir.mkdir(parents=True, exist_ok=True)
@@ -231,10 +244,12 @@ def _start_engines(
             num_threads=cfg.trainer.num_threads,
             port=rollout.port_base + 100 * i if rollout.port_base else 0,
             log_file=run_dir / files.LOGS / f"engine_{i}.log",
+            first_gpu=place.first_gpu,
         )
-        for i in range(rollout.num_engines)
+        for i, place in enumerate(places)
     ]
-    return EnginePool(specs, rollout.start_timeout_s, rollout.request_timeout_s, rollout.max_restarts, starters)
+    timeouts = rollout.start_timeout_s, rollout.request_timeout_s
+    return EnginePool(specs, *timeouts, rollout.max_restarts, [starters.get(place.node) for place in places])
 
 
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:

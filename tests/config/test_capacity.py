@@ -81,7 +81,7 @@ def test_every_shipped_model_has_the_published_parameters() -> None:
         dims = ModelDims.from_hf(yaml.safe_load(path.read_text())["model"]["architecture"])
         assert dims.model_type in ARCHITECTURES
         cfg = RunConfig.model_validate({"model": {"path": "x"}, "data": {"path": "x"}})
-        found[path.stem] = num_parameters(stage_weights(dims, resolve_layout(cfg, 1), 0))
+        found[path.stem] = num_parameters(stage_weights(dims, resolve_layout(cfg, 1, 8), 0))
     assert found == PUBLISHED
 
 
@@ -90,7 +90,7 @@ def test_shards_and_stages_hold_the_model_once(model: str) -> None:
     """Over tensor-parallel and pipeline ranks, with expert parallelism: shards add up to the published parameters;
     norms and the router are whole on every tensor-parallel rank."""
     cfg, dims = load(model, "math_8k", "fp8", 8)
-    one = resolve_layout(cfg, 8)
+    one = resolve_layout(cfg, 8, 8)
     for t, p, e in itertools.product((1, 2, 4), (1, 2, 4), (1, 4) if dims.moe else (1,)):
         layout = replace(one, tensor=t, pipeline=p, expert=e)
         total = 0
@@ -138,11 +138,81 @@ def test_the_nearest_layout_fits(model: str, recipe: str) -> None:
     assert make_plan(cfg, dims, gpus, search=False).fits
 
 
+IN_FLIGHT = {
+    # 256 prompts x 4 samples of 1024 + 8192 tokens; 2 engines: 512 sequences each, 262144 // 9216 at once
+    ("qwen3-8b", "math_8k", 8): (1024 * 9216, 28, 19),
+    # 256 x 16 of 1024 + 16384; 2 engines: 2048 each, 131072 // 17408 at once
+    ("qwen3-32b", "deepmath_16k", 16): (4096 * 17408, 7, 293),
+    # 32 x 16 of 1024 + 20480; 16 engines: 32 each, 131072 // 21504 at once
+    ("qwen3-30b-a3b", "dapo_20k", 64): (512 * 21504, 6, 6),
+}
+
+
+@pytest.mark.parametrize("case", IN_FLIGHT, ids=str)
+def test_tokens_in_flight_by_hand(case: tuple[str, str, int]) -> None:
+    """Tokens of a step; sequences that an engine decodes together, which the cache bounds; rounds for its share."""
+    time = plan(case[0], case[1], "bf16", case[2]).time
+    assert (time.step_tokens, time.decode_batch, time.decode_rounds) == IN_FLIGHT[case]
+
+
+def floor_gib(model: str, tokens: int, bytes_per_parameter: int, t: int, p: int, cache_tokens: int) -> float:
+    """By hand, BF16, of the last stage's GPU, which an engine of t ranks shares: parameters and optimizer, four copies
+    of fp32 logits, engine weights, KV cache, 3 GiB of runtime. Without activations: what is above the limit cannot
+    fit."""
+    hidden, q, kv, inner, layers = {
+        "qwen3-8b": (4096, 4096, 1024, 12288, 36),
+        "qwen3-14b": (5120, 5120, 1024, 17408, 40),
+        "qwen3-32b": (5120, 8192, 1024, 25600, 64),
+    }[model]
+    layer = hidden * (2 * q + 2 * kv) + 3 * hidden * inner
+    table = 151936 * hidden
+    stage = layers // p * layer + (2 if p == 1 else 1) * table
+    engine = layers * layer + 2 * table
+    cache = cache_tokens * 2 * 2 * layers * kv
+    return (bytes_per_parameter * stage / t + 2 * engine / t + cache / t + 16 * 151936 * tokens) / (1 << 30) + 3
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "gpus", "tokens", "bytes_per_parameter", "cache", "possible", "nearest"),
+    [
+        # 18 bytes per parameter; with a reference model 20
+        ("qwen3-8b", "dapo_20k", 8, 21504, 18, 131072, {8: {(8, 1)}}, (8, 8, 1)),
+        ("qwen3-14b", "deepmath_16k", 8, 17408, 20, 65536, {8: set(), 16: {(8, 2), (4, 4)}}, (16, 4, 4)),
+        ("qwen3-32b", "deepmath_16k", 16, 17408, 20, 65536, {16: set(), 32: {(8, 4)}}, (32, 8, 4)),
+    ],
+)
+def test_the_nearest_layout_by_hand(
+    model: str,
+    recipe: str,
+    gpus: int,
+    tokens: int,
+    bytes_per_parameter: int,
+    cache: int,
+    possible: dict[int, set[tuple[int, int]]],
+    nearest: tuple[int, int, int],
+) -> None:
+    """Three runs that do not fit: counted by hand, with half of the cache, all (tensor, pipeline) sizes but `possible`
+    are above the limit of 76 GiB even without activations. The plan proposes one of these on the fewest GPUs: of two,
+    that which changes fewer keys, training's tensor-parallel size being the engines' too."""
+    for number, sizes in possible.items():
+        found = {
+            (t, p)
+            for t, p in itertools.product((1, 2, 4, 8), (1, 2, 4, 8))
+            if t * p <= number and floor_gib(model, tokens, bytes_per_parameter, t, p, cache) <= 0.95 * 80
+        }
+        assert found == sizes, number
+    cfg, dims = load(model, recipe, "bf16", gpus)
+    proposal = make_plan(cfg, dims, gpus).nearest
+    assert proposal is not None
+    changed, _ = load(model, recipe, "bf16", gpus, *proposal[1])
+    assert (proposal[0], changed.parallel.tensor, changed.parallel.pipeline) == nearest
+
+
 def test_saved_bytes_of_a_layer_by_hand() -> None:
     """Qwen3-8B at TP 4 with sequence parallelism, hand-counted per token and layer; FP8 keeps linear inputs in one byte
     plus a scale per 128."""
     cfg, dims = load("qwen3-8b", "math_8k", "fp8", 8)
-    layout = resolve_layout(cfg, 8)
+    layout = resolve_layout(cfg, 8, 8)
     q, kv, inner = 4096 // 4, 1024 // 4, 12288 // 4
     common = 2 * 2 * 4096 / 4 + 2 * (q + 2 * kv) + 2 * q + 2 * 2 * (q + kv) + 2 * 2 * 4 * 64 + 2 * 2 * inner
     widths = (4096, q, 4096, inner)
@@ -156,7 +226,7 @@ def test_decode_is_bound_by_memory_and_training_by_flops() -> None:
     per weight and token, plus attention and lm_head."""
     cfg, dims = load("qwen3-8b", "math_8k", "bf16", 8, "trainer.prompts_per_step=1", "rollout.samples_per_prompt=1")
     layout = replace(
-        resolve_layout(cfg, 8), tensor=1, pipeline=1, data=1, engine_tensor=1, num_engines=1, sequence=False
+        resolve_layout(cfg, 8, 8), tensor=1, pipeline=1, data=1, engine_tensor=1, num_engines=1, sequence=False
     )
     lengths = Lengths(1, 1)
     time = step_time(cfg, dims, layout, H100, lengths)
@@ -218,6 +288,7 @@ def test_exit_codes_and_json() -> None:
     assert small.returncode == 1
     assert "verdict: does not fit; nearest that does: --gpus" in small.stdout
     assert "ESTIMATED" in small.stdout
+    assert "engine i on node i mod 1; node 0: engine 0 GPUs 0-3, engine 1 GPUs 4-7" in small.stdout
     wrong = jetrl_plan(run)
     assert wrong.returncode == 2
     assert "model.path: models/Qwen3-8B" in wrong.stderr

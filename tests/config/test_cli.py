@@ -244,6 +244,21 @@ def test_a_backend_that_cannot_run_is_refused(good: Path) -> None:
     assert "FP8 backend emulated" in done.stdout
 
 
+def test_engines_without_a_gpu_are_refused(good: Path) -> None:
+    """On a machine with two GPUs: two training ranks and two engines share them; one engine would lie on one of the two
+    only, four ranks have no place. `check` says so, and names what fits."""
+    two = (
+        "import jetrl_megatron.cli.main as main; from jetrl_megatron.cli.hardware import Gpu; "
+        "main.find_gpus = lambda: 2 * [Gpu('L4', (8, 9), 23034)]; main.app()"
+    )
+    args = ("check", str(good), "precision.backend=emulated", "parallel.data=2")
+    uneven = jetrl(*args, code=two)
+    value = "rollout.num_engines: 1 of 1 GPUs each on 1 node(s) of 2 GPUs"
+    assert_user_error(uneven, value, "fix: 2 that share its GPUs")
+    assert jetrl(*args, "rollout.num_engines=2", code=two).returncode == 0
+    assert_user_error(jetrl(*args[:3], "parallel.data=4", code=two), "parallel: 4 ranks on a node of 2 GPUs")
+
+
 def test_gpu_rows_and_backend() -> None:
     """auto follows the weakest GPU: DeepGEMM on Hopper, Triton on it without DeepGEMM and on other FP8 GPUs."""
     hopper = parse_gpus("NVIDIA H100 80GB HBM3, 9.0, 81559\nweird, [N/A], [N/A]\n\n")

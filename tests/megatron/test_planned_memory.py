@@ -20,6 +20,7 @@ from jetrl_megatron.config import ModelDims, RunConfig
 from jetrl_megatron.config.capacity.activations import LOGITS_COPIES, layer_bytes_per_token, layers_bytes
 from jetrl_megatron.config.capacity.layout import Layout
 from jetrl_megatron.config.capacity.memory import training_state
+from jetrl_megatron.config.capacity.placement import EnginePlace, Placement
 from jetrl_megatron.config.capacity.weights import kv_bytes_per_token
 from jetrl_megatron.config.schema import OptimizerConfig, ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe
@@ -34,6 +35,7 @@ from tests.support.trainer import join_alone, one_rank
 ROOT = Path(__file__).parents[2]
 ALONE = Layout(
     gpus=1,
+    nodes=1,
     tensor=1,
     pipeline=1,
     virtual_pipeline=1,
@@ -43,7 +45,7 @@ ALONE = Layout(
     engine_tensor=1,
     engine_expert=1,
     num_engines=1,
-    engine_ranks_per_gpu=1,
+    placement=Placement(shared=True, engines=(EnginePlace(0, 0),)),
 )
 
 

@@ -11,18 +11,28 @@ import pytest
 
 from jetrl_megatron.config import ModelDims, RunConfig, check_model
 from jetrl_megatron.study import exactness
-from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, markdown
+from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, gpu_cells, markdown
 from tests.support.runs import environment
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("cell", cells(reduced=False), ids=str)
+@pytest.mark.parametrize("cell", [*cells(reduced=False), *gpu_cells("triton", 8)], ids=str)
 def test_every_cell_passes_the_check(cell: Cell) -> None:
     """No cell of the full matrix breaks a rule of `jetrl check`."""
     cfg = RunConfig.model_validate(cell.config())
     assert cfg.model.architecture is not None
     assert check_model(cfg, ModelDims.from_hf(cfg.model.architecture)) == []
+
+
+def test_cells_of_a_gpu_backend() -> None:
+    """One GPU: every family at TP 1 in block formats and BF16; two: the layouts of two ranks and engines of two too."""
+    one, two = gpu_cells("triton", 1), gpu_cells("triton", 2)
+    assert {(c.model, c.layout) for c in one} >= {(model, "TP 1") for model in exactness.MODELS}
+    assert not {c.layout for c in one} & {"TP 2", "DP 2", "EP 2", "TP 1, engine TP 2"}
+    assert {c.layout for c in two} >= {"TP 2 + SP", "DP 2", "EP 2", "TP 1, engine TP 2"}
+    assert "TP 4" not in {c.layout for c in two}
+    assert all(c.backend == "triton" and c.format != "FP8 per row" for c in two)
 
 
 def test_what_counts_as_exact() -> None:
@@ -52,8 +62,8 @@ def test_an_interrupted_matrix_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         return Result(cell, 0.0, MIN_TOKENS, None if len(ran) != 2 else "exit code 1")
 
     monkeypatch.setattr(exactness, "run", run)
-    assert [result.exact for result in exactness.matrix(tmp_path, reduced=True)] == [True, False, True, True]
-    assert all(result.exact for result in exactness.matrix(tmp_path, reduced=True))
+    assert [result.exact for result in exactness.matrix(tmp_path, cells(reduced=True))] == [True, False, True, True]
+    assert all(result.exact for result in exactness.matrix(tmp_path, cells(reduced=True)))
     assert ran[4:] == [ran[1]]
 
 

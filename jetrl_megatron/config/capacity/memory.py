@@ -75,12 +75,30 @@ def _training(cfg: RunConfig, dims: ModelDims, layout: Layout, hardware: Hardwar
     peaks = {"train": train, "update": {"optimizer temporaries": UPDATE_BYTES * count}, "sync": sync}
     role = "first stage" if stage == 0 and layout.pipeline > 1 else "last stage" if layout.pipeline > 1 else "training"
     if layout.shared:
-        ranks = layout.engine_ranks_per_gpu
-        for part, value in _engine(cfg, dims, layout).items():
-            resident[part] = ranks * value
-        peaks["rollout"] = {name: ranks * value for name, value in _engine_workspace(cfg, dims).items()}
+        resident |= _engine(cfg, dims, layout)
+        peaks["rollout"] = _engine_workspace(cfg, dims)
         role += " + engine"
     return Memory(role, resident, peaks)
+
+
+def least_mem_fraction(memories: list[Memory], device_bytes: int) -> float:
+    """The smallest rollout.mem_fraction_static with which every engine starts, and starts again after a death.
+
+    SGLang measures the free memory F before it loads weights. Later, (1 - fraction) F has to stay free beside weights
+    and KV cache. A training rank on the same GPU holds its weights by then and takes the rest of its states meanwhile;
+    during a step its allocator also keeps the peak.
+    """
+    shares = []
+    for memory in memories:
+        if "KV cache" not in memory.resident:
+            continue
+        engine = memory.resident["engine weights"] + memory.resident["KV cache"]
+        states = sum(memory.resident.values()) - engine
+        at_start = memory.resident["runtime"] + memory.resident.get("weights bf16", 0)
+        peak = max((sum(parts.values()) for phase, parts in memory.peaks.items() if phase != "rollout"), default=0)
+        shares.append((engine + states - at_start) / (device_bytes - at_start))
+        shares.append(engine / (device_bytes - states - peak))
+    return max(shares)
 
 
 def training_state(cfg: RunConfig, dims: ModelDims, layout: Layout, stage: int) -> dict[str, int]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jetrl_megatron.config.capacity.activations import layer_bytes_per_token
 from jetrl_megatron.config.capacity.hardware import GIB, H100, Hardware
 from jetrl_megatron.config.capacity.layout import Layout, resolve_layout
-from jetrl_megatron.config.capacity.memory import Memory, memory_of, worst
+from jetrl_megatron.config.capacity.memory import Memory, least_mem_fraction, memory_of, worst
 from jetrl_megatron.config.capacity.steptime import Lengths, StepTime, step_time
 from jetrl_megatron.config.capacity.weights import bundle_bytes
 from jetrl_megatron.config.dims import ModelDims
@@ -50,7 +51,11 @@ class CapacityPlan:
         return {
             "fits": self.fits,
             "limit_bytes": self.limit_bytes,
-            "layout": {**vars(self.layout), "training_ranks": self.layout.training_ranks, "shared": self.layout.shared},
+            "layout": {
+                **asdict(self.layout),
+                "training_ranks": self.layout.training_ranks,
+                "shared": self.layout.shared,
+            },
             "memory": [
                 {"role": m.role, "total_bytes": m.total_bytes, "resident_bytes": m.resident, "peak_bytes": m.peaks}
                 for m in self.memories
@@ -81,15 +86,16 @@ def make_plan(
     emulated = cfg.precision.backend == "emulated"
     violations = check_model(cfg, dims, emulated=emulated)
     shape_faults = [v for v in violations if v.key.startswith(("parallel.", "rollout.tensor", "rollout.expert"))]
-    layout = resolve_layout(cfg, gpus)
-    if not shape_faults:
-        violations = [*violations, *_engine_share(cfg, dims, layout, gpu_memory_gib, hardware)]
+    layout = resolve_layout(cfg, gpus, hardware.gpus_per_node)
+    memories, limit_bytes = memory_of(cfg, dims, layout, hardware), int(HEADROOM * gpu_memory_gib * GIB)
+    if not shape_faults and worst(memories).total_bytes <= limit_bytes:
+        violations = [*violations, *_mem_fraction(cfg, memories, gpu_memory_gib)]
     lengths = lengths or Lengths(cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens)
     invariant = emulated if cfg.parallel.tp_invariant is None else cfg.parallel.tp_invariant
     plan = CapacityPlan(
         layout=layout,
-        memories=memory_of(cfg, dims, layout, hardware),
-        limit_bytes=int(HEADROOM * gpu_memory_gib * GIB),
+        memories=memories,
+        limit_bytes=limit_bytes,
         violations=violations,
         time=step_time(cfg, dims, layout, hardware, lengths),
         lengths=lengths,
@@ -115,18 +121,14 @@ def _saved(cfg: RunConfig, dims: ModelDims, layout: Layout) -> dict[str, dict[st
     }
 
 
-def _engine_share(
-    cfg: RunConfig, dims: ModelDims, layout: Layout, gpu_memory_gib: float, hardware: Hardware
-) -> list[Violation]:
-    """SGLang gives weights and KV cache `mem_fraction_static` of the device."""
-    held = memory_of(cfg, dims, layout, hardware)[-1].resident
-    needed = (held["engine weights"] + held["KV cache"]) / max(layout.engine_ranks_per_gpu, 1)
-    share = needed / (gpu_memory_gib * GIB)
-    if share <= cfg.rollout.mem_fraction_static:
+def _mem_fraction(cfg: RunConfig, memories: list[Memory], gpu_memory_gib: float) -> list[Violation]:
+    least = least_mem_fraction(memories, int(gpu_memory_gib * GIB))
+    given = cfg.rollout.mem_fraction_static
+    if least <= given:
         return []
-    rule = f"holds an engine rank's weights and KV cache ({needed / GIB:.1f} GiB = {share:.3f} of the device)"
-    fix = "raise it, or lower rollout.max_total_tokens"
-    return [Violation("rollout.mem_fraction_static", str(cfg.rollout.mem_fraction_static), rule, fix)]
+    rule = f"weights and KV cache of an engine rank need {least:.3f} of the memory that is free when an engine starts"
+    fix = f"rollout.mem_fraction_static={math.ceil(100 * least) / 100}, or a smaller rollout.max_total_tokens"
+    return [Violation("rollout.mem_fraction_static", str(given), rule, fix)]
 
 
 def nearest_layout(
