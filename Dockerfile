@@ -44,13 +44,15 @@ ARG CUDA_MAJOR=13
 ARG TRANSFORMER_ENGINE_VERSION=2.20.2
 ARG FLASH_ATTN_VERSION=2.8.3.post2
 ARG JETRL_COMMIT=unknown
-# Compiled for Hopper only; fewer jobs for machines with little memory.
+# Compiled for Hopper only, and here: else their setup takes wheels from GitHub, unchecked, where it finds some.
+# Fewer jobs for machines with little memory.
 ARG MAX_JOBS=16
 LABEL org.opencontainers.image.title="jetrl-megatron" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${JETRL_COMMIT}" \
       org.jetrl.apex.commit="${APEX_COMMIT}"
 ENV TORCH_CUDA_ARCH_LIST=9.0a NVTE_CUDA_ARCHS=90a NVTE_FRAMEWORK=pytorch FLASH_ATTN_CUDA_ARCHS=90 \
+    NVTE_PYTORCH_FORCE_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
     MAX_JOBS=${MAX_JOBS} PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 # hadolint ignore=DL3008
 RUN apt-get update \

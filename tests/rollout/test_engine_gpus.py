@@ -44,6 +44,20 @@ def test_an_engine_without_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
     assert "base_gpu_id" not in spec.server_args()
 
 
+def test_unequal_free_memory_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's check of the free memory of an engine's GPUs is off, as SGLang reads it, unless the user turns it on."""
+    from sglang.srt.environ import envs
+
+    for given, expected in ((None, False), ("true", True)):
+        monkeypatch.delenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", raising=False)
+        if given is not None:
+            monkeypatch.setenv("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", given)
+        for key, value in engine_environment(1, 2).items():
+            if key.startswith("SGLANG_ENABLE"):
+                monkeypatch.setenv(key, value)
+        assert envs.SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK.get() is expected
+
+
 @pytest.fixture
 def two_nodes() -> Ranks:
     """The main rank of two nodes with four training ranks each, on GPUs."""
