@@ -16,7 +16,7 @@ from jetrl_megatron.cli.doctor import collect, has_deep_gemm, lines
 from jetrl_megatron.cli.errors import user_errors
 from jetrl_megatron.cli.exactness import measure_exactness
 from jetrl_megatron.cli.hardware import backend_obstacle, find_gpus, fp8_backend
-from jetrl_megatron.cli.placement import check_engine_places
+from jetrl_megatron.cli.placement import check_engine_places, visible
 from jetrl_megatron.cli.plan import plan
 from jetrl_megatron.cli.render import print_plan
 from jetrl_megatron.config import ConfigError, ModelDims, RunConfig, Violation, check_model, load_config, read_dims
@@ -159,7 +159,7 @@ def exactness(
             _refuse([Violation("--reduced", "with --matrix or a GPU backend", "alone", "leave it out")])
         if out.exists() and not (out / TABLE).is_file():
             _refuse([Violation("--out", str(out), f"a new folder, or one with {TABLE}", "choose another one")])
-        wanted = cells(reduced) if name == EMULATED else gpu_cells(name, len(find_gpus()))
+        wanted = cells(reduced) if name == EMULATED else gpu_cells(name, visible(len(find_gpus()), os.environ))
         raise typer.Exit(0 if measure_exactness(out, wanted) else 1)
 
 

@@ -27,8 +27,10 @@ class _Form(NamedTuple):
 
 
 def carry(x: Tensor, quantized: Fp8Tensor) -> Tensor:
-    """x [..., K], contiguous, in memory that carries its quantized form [M, K]."""
+    """x [..., K], contiguous, in memory that carries its quantized form [M, K] (granularity `block`: no row's scales
+    depend on the others)."""
     x = x.contiguous()
+    assert quantized.format.granularity == "block"
     assert x.numel() == quantized.data.numel()
     memory: Any = x.untyped_storage()
     setattr(memory, _ATTRIBUTE, _Form(quantized, int(x.storage_offset()), _version(x)))
@@ -46,8 +48,6 @@ def carried(x: Tensor, fmt: Fp8Format) -> Fp8Tensor | None:
         return None
     if len(x) == num_rows:
         return form.quantized
-    if fmt.granularity != "block":  # scales may depend on the other rows
-        return None
     rows = slice(first_row, first_row + len(x))
     return Fp8Tensor(form.quantized.data[rows], form.quantized.scale[rows], fmt)
 

@@ -72,9 +72,8 @@ def _fprop(
     x: Tensor, num_rows: Sequence[int], weights: Sequence[Fp8Weight], num_segments: int, dtype: torch.dtype
 ) -> tuple[Tensor, list[Fp8Tensor]]:
     fmt = weights[0].fprop.format
-    found = carried(x, fmt) if fmt.granularity == "block" or len(weights) == 1 else None
     groups = x.split(list(num_rows))
-    y, quantized = active().fprop_grouped(groups, [w.fprop for w in weights], num_segments, dtype, found)
+    y, quantized = active().fprop_grouped(groups, [w.fprop for w in weights], num_segments, dtype, carried(x, fmt))
     note("internal", "x", quantized)
     note("internal", "accumulator", torch.float32)
     return y, quantized
@@ -144,6 +143,7 @@ class _Fp8Linear(torch.autograd.Function):
         dy = grads[0].to(ctx.dtype).split(list(ctx.num_rows))
         recipe, weights, masters = ctx.recipe, ctx.weights, ctx.masters
         need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        assert need_dw == all(ctx.needs_input_grad[6:])  # weights of one call are trained or frozen together
         per_group = 1 if recipe.saved_activation == "bf16" else 2
         saved = [ctx.saved_tensors[i : i + per_group] for i in range(0, len(ctx.saved_tensors), per_group)]
         operands: list[tuple[Fp8Tensor | None, Fp8Tensor | None]] = [(None, None)] * len(dy)

@@ -54,8 +54,9 @@ class LinearPrecision:
 
     @property
     def carried_format(self) -> Fp8Format | None:
-        """In which an operator in front of a linear leaves its result quantized too."""
-        return self.recipe.format if self.fp8 and self.recipe.format.granularity == "block" else None
+        """In which an operator in front of a linear leaves its result quantized too. Not where bf16 activations are
+        saved: their memory would keep the codes until backward."""
+        return self.recipe.format if self.fp8 and self.recipe.saved_activation != "bf16" else None
 
 
 class _PreciseLinear:

@@ -46,7 +46,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rmsnorm_quantize(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
-    if not _bf16(x, weight) or fmt.granularity != "block":
+    if not _bf16(x, weight):
         return reference.rmsnorm_quantize(x, weight, eps, fmt)
     y, _, quantized = _rmsnorm(x, None, weight, eps, fmt)
     assert quantized is not None
@@ -56,7 +56,7 @@ def rmsnorm_quantize(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format) -> t
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None
 ) -> tuple[Tensor, Tensor, Fp8Tensor | None]:
-    if not _bf16(x, residual, weight) or (fmt is not None and fmt.granularity != "block"):
+    if not _bf16(x, residual, weight):
         return reference.add_rmsnorm(x, residual, weight, eps, fmt)
     return _rmsnorm(x, residual, weight, eps, fmt)
 
@@ -65,6 +65,8 @@ def _rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, fmt: Fp8Format | None
 ) -> tuple[Tensor, Tensor, Fp8Tensor | None]:
     """(norm, what was normed, the norm quantized if there is a format)."""
+    assert residual is None or residual.shape == x.shape
+    assert weight.shape == x.shape[-1:]
     x, h = x.contiguous(), x.shape[-1]
     residual = None if residual is None else residual.contiguous()
     total = None if residual is None else torch.empty_like(x)
@@ -104,7 +106,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_quantize(gate_up: Tensor, fmt: Fp8Format) -> tuple[Tensor, Fp8Tensor]:
-    if not _bf16(gate_up) or fmt.granularity != "block":
+    if not _bf16(gate_up):
         return reference.swiglu_quantize(gate_up, fmt)
     y, quantized = _swiglu(gate_up, fmt)
     assert quantized is not None

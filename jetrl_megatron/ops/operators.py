@@ -42,10 +42,11 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None = None)
     the result; the result then carries its quantized form, made in the same pass."""
 
     def forward(x: Tensor, w: Tensor) -> Tensor:
-        if fmt is None:
+        carried = _row_by_row(fmt)
+        if carried is None:
             y: Tensor = kernels().rmsnorm(x, w, eps)
             return y
-        return carry(*kernels().rmsnorm_quantize(x, w, eps, fmt))
+        return carry(*kernels().rmsnorm_quantize(x, w, eps, carried))
 
     return differentiable(
         forward,
@@ -71,8 +72,13 @@ def add_rmsnorm(
 def _add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, fmt: Fp8Format | None
 ) -> tuple[Tensor, Tensor]:
-    y, residual, quantized = kernels().add_rmsnorm(x, residual, weight, eps, fmt)
+    y, residual, quantized = kernels().add_rmsnorm(x, residual, weight, eps, _row_by_row(fmt))
     return y if quantized is None else carry(y, quantized), residual
+
+
+def _row_by_row(fmt: Fp8Format | None) -> Fp8Format | None:
+    """The format, if a row can be quantized without the other rows."""
+    return fmt if fmt is not None and fmt.granularity == "block" else None
 
 
 @operator("residual_add")
@@ -100,10 +106,11 @@ def swiglu(gate_up: Tensor, fmt: Fp8Format | None = None) -> Tensor:
     """[..., 2F] = [gate | up] -> silu(gate) * up, [..., F]. fmt: as for `rmsnorm`."""
 
     def forward(gate_up: Tensor) -> Tensor:
-        if fmt is None:
+        carried = _row_by_row(fmt)
+        if carried is None:
             y: Tensor = kernels().swiglu(gate_up)
             return y
-        return carry(*kernels().swiglu_quantize(gate_up, fmt))
+        return carry(*kernels().swiglu_quantize(gate_up, carried))
 
     def surrogate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.float().chunk(2, -1)

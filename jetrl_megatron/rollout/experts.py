@@ -195,7 +195,7 @@ class Fp8ExpertsMethod(ExpertsMethod):
             raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
         reduce = partial(sum_on_rank_0, tree=tree) if size > 1 else None
         return ops.fp8_grouped_linear(
-            ops.swiglu(gate_up, self.config.fmt if self.config.fmt.granularity == "block" else None),
+            ops.swiglu(gate_up, self.config.fmt),
             num_rows,
             list(layer.w2_weight),
             layer.jetrl_w2,

@@ -72,9 +72,11 @@ def _register_operator_hooks() -> None:
         "layers.logits_processor.LogitsProcessor._compute_lm_head": _lm_head,
         "layers.sampler.Sampler.forward": _sampler(operator_times_file()),
         "layers.logprob_processor.InputLogprobProcessor.forward": _input_logprobs,
-        "models.qwen3_moe.enable_fused_set_kv_buffer": lambda _forward_batch: (
-            False
-        ),  # on CUDA rope would write the pool
+        # What stock SGLang would do with fused kernels on CUDA:
+        "models.qwen3_moe.enable_fused_set_kv_buffer": _never,  # write the KV pool in rope
+        "layers.dual_gemm.DualGemm._select_mode": _nothing,  # gate_up_proj and its activation in one GEMM
+        # Asked for by enable_deterministic_inference, which our seeded sampling needs: other matmuls for all of torch.
+        "batch_invariant_ops.enable_batch_invariant_mode": _nothing,
     }
     around: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
@@ -91,13 +93,19 @@ def _register_operator_hooks() -> None:
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = _pageable  # the buffer of routed experts, which stock SGLang registers with CUDA
-        # Asked for by enable_deterministic_inference, which our seeded sampling needs: CUDA kernels, not wanted here.
-        replace["batch_invariant_ops.enable_batch_invariant_mode"] = lambda *_args, **_kwargs: None
         replace["layers.rotary_embedding.base.RotaryEmbedding._compute_inv_freq"] = _cpu_inv_freq
     for target, hook in replace.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.REPLACE)
     for target, hook in around.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+
+
+def _never(*_args: Any, **_kwargs: Any) -> bool:
+    return False
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
 def _fork_children(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

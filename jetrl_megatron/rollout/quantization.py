@@ -235,7 +235,7 @@ def carry_formats(model: nn.Module) -> None:
             "gate_up_proj": f"{layer}.post_attention_layernorm",
             "down_proj": f"{layer}.mlp.act_fn",
         }.get(path)
-        if in_front is not None and isinstance(method, Fp8LinearMethod) and method.config.fmt.granularity == "block":
+        if in_front is not None and isinstance(method, Fp8LinearMethod):
             modules[in_front].jetrl_format = method.config.fmt  # type: ignore[assignment]
 
 

@@ -97,11 +97,18 @@ class Cell:
         return (MOE_LAYOUTS if self.is_moe else DENSE_LAYOUTS)[self.layout]
 
     @property
-    def num_gpus(self) -> int:
-        """GPUs that the cell takes where there are GPUs: trainer and engine share them."""
+    def _num_ranks(self) -> tuple[int, int]:
+        """Of the training, and of one engine."""
         parallel, rollout, _ = self._layout
         sizes = ParallelConfig(**parallel)
-        return max(sizes.model_size * (sizes.data or sizes.least_data), rollout.get("tensor_parallel", 1))
+        return sizes.model_size * (sizes.data or sizes.least_data), rollout.get("tensor_parallel", 1)
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the cell needs on a machine with GPUs: engines share those of the training where they divide them
+        evenly, else one engine stands beside."""
+        training, engine = self._num_ranks
+        return training if training % engine == 0 else training + engine
 
     @property
     def is_moe(self) -> bool:
@@ -112,6 +119,8 @@ class Cell:
         parallel, rollout, trainer = self._layout
         if self.backend != EMULATED:
             parallel = {**parallel, "tp_invariant": False}
+            training, engine = self._num_ranks
+            rollout = {**rollout, "num_engines": max(training // engine, 1)}
         return {
             "model": {"init": "random", "architecture": MODELS[self.model]},
             "precision": {**FORMATS[self.format], "dgrad": "bf16", "wgrad": "bf16", "backend": self.backend},
@@ -220,5 +229,5 @@ def _as_dict(result: Result) -> dict[str, Any]:
 
 
 def _from_dict(row: dict[str, Any]) -> Result:
-    cell = Cell(row["model"], row["layout"], row["format"], row["backend"])
+    cell = Cell(row["model"], row["layout"], row["format"], row.get("backend", EMULATED))
     return Result(cell, row["max_abs_dlogp"], row["num_tokens"], row["error"])

@@ -76,14 +76,14 @@ def test_void_where_it_would_be_wrong(change: Callable[[Tensor], Tensor]) -> Non
 
 
 def test_of_one_format() -> None:
-    """Another format does not find it; scales of a whole tensor do not serve some of its rows."""
-    x = randn(12, 256)
+    """Another format does not find it; formats whose scales depend on other rows are never carried."""
+    x, weight = randn(12, 256), randn(256)
     carry(x, quantize_rows(x, FMT))
     assert carried(x, POW2) is None
-    per_tensor = Fp8Format("tensor")
-    carry(x, quantize_rows(x, per_tensor))
-    assert carried(x, per_tensor) is not None
-    assert carried(x[:4], per_tensor) is None
+    for fmt in (Fp8Format("tensor"), Fp8Format("channel")):
+        assert carried(ops.rmsnorm(x, weight, 1e-6, fmt), fmt) is None
+        assert carried(ops.add_rmsnorm(x, x, weight, 1e-6, fmt)[0], fmt) is None
+        assert carried(ops.swiglu(x, fmt), fmt) is None
 
 
 @pytest.mark.parametrize("fmt", [FMT, POW2])
@@ -122,7 +122,7 @@ def test_linears_use_it(fmt: Fp8Format, grad: bool, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_where_it_serves() -> None:
-    """Megatron's operators leave it for FP8 linears with 1x128 groups."""
+    """Megatron's operators leave it for FP8 linears, where it does not outlive them."""
     assert LinearPrecision(True, Fp8Recipe(POW2)).carried_format == POW2
     assert LinearPrecision(False, Fp8Recipe(FMT)).carried_format is None
-    assert LinearPrecision(True, Fp8Recipe(Fp8Format("channel"))).carried_format is None
+    assert LinearPrecision(True, Fp8Recipe(FMT, saved_activation="bf16")).carried_format is None

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from jetrl_megatron.cli.placement import nodes_and_ranks
 from jetrl_megatron.config import ModelDims, RunConfig, check_model
+from jetrl_megatron.config.capacity import place_engines
 from jetrl_megatron.study import exactness
 from jetrl_megatron.study.exactness import MIN_TOKENS, Cell, Result, cells, gpu_cells, markdown
 from tests.support.runs import environment
@@ -26,13 +28,19 @@ def test_every_cell_passes_the_check(cell: Cell) -> None:
 
 
 def test_cells_of_a_gpu_backend() -> None:
-    """One GPU: every family at TP 1 in block formats and BF16; two: the layouts of two ranks and engines of two too."""
-    one, two = gpu_cells("triton", 1), gpu_cells("triton", 2)
-    assert {(c.model, c.layout) for c in one} >= {(model, "TP 1") for model in exactness.MODELS}
-    assert not {c.layout for c in one} & {"TP 2", "DP 2", "EP 2", "TP 1, engine TP 2"}
-    assert {c.layout for c in two} >= {"TP 2 + SP", "DP 2", "EP 2", "TP 1, engine TP 2"}
-    assert "TP 4" not in {c.layout for c in two}
-    assert all(c.backend == "triton" and c.format != "FP8 per row" for c in two)
+    """One GPU: every family at TP 1 in block formats and BF16; two: the layouts of two ranks too; an engine of two
+    ranks beside one of training needs three. Trainer and engines of every cell have their places."""
+    layouts = [{c.layout for c in gpu_cells("triton", n)} for n in range(1, 9)]
+    assert {(c.model, c.layout) for c in gpu_cells("triton", 1)} >= {(model, "TP 1") for model in exactness.MODELS}
+    assert not layouts[0] & {"TP 2", "DP 2", "EP 2", "TP 1, engine TP 2"}
+    assert layouts[1] >= {"TP 2 + SP", "DP 2", "EP 2", "TP 2, engine TP 2"}
+    assert "TP 1, engine TP 2" in layouts[2] - layouts[1]
+    assert "TP 4" in layouts[3] - layouts[2]
+    for n in range(1, 9):
+        for cell in gpu_cells("triton", n):
+            assert (cell.backend, cell.format != "FP8 per row") == ("triton", True)
+            cfg = RunConfig.model_validate(cell.config())
+            place_engines(cfg.rollout, 1, n, nodes_and_ranks(cfg, {})[1])
 
 
 def test_what_counts_as_exact() -> None:

@@ -112,12 +112,14 @@ class TritonBackend(TritonQuantizer):
         self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
         shape, device = (len(dy_t[0].data), len(x_t[0].data)), dy_t[0].data.device
-        out = [torch.zeros(shape, device=device) if grad is None else grad for grad in main_grads]
+        new = [grad is None for grad in main_grads]
+        assert all(new) or not any(new)
+        out = [torch.zeros(shape, dtype=torch.float32, device=device) if grad is None else grad for grad in main_grads]
         grouped_gemm_nt(
             [(rows.data, rows.scale) for rows in dy_t],
             [(rows.data, rows.scale) for rows in x_t],
             out,
-            add=main_grads[0] is not None,
+            add=not any(new),
         )
         return out
 

@@ -154,9 +154,11 @@ def plan_rmsnorm(
     t, hidden = x.shape
     if not 0 < hidden <= MAX_HIDDEN:
         raise ValueError(f"hidden: {hidden}; rule: 1 to {MAX_HIDDEN}, a program holds rows; fix: backend emulated")
+    assert weight.shape == (hidden,)
     x = x.contiguous()
     if residual is not None:
         check_matrix("residual", residual, (torch.bfloat16,))
+        assert residual.shape == x.shape
         residual = residual.contiguous()
     total = None if residual is None else torch.empty_like(x)
     out = torch.empty_like(x)

@@ -153,7 +153,7 @@ class Job:
             return [done[i] for i in range(len(self.parts))]
         # Forked from a process that has imported torch once and used it never: its thread pool survives no fork.
         server = multiprocessing.get_context("forkserver")
-        server.set_forkserver_preload(["__main__", self.write.__module__])
+        server.set_forkserver_preload([self.write.__module__])
         threads = max((os.cpu_count() or 1) // workers, 1)
         with concurrent.futures.ProcessPoolExecutor(workers, server, _set_threads, (threads,)) as pool:
             futures = {i: pool.submit(_make, self.write, self.staging, i, self.parts[i]) for i in todo}
