@@ -14,7 +14,6 @@ must use the same one. Nothing falls back: a backend that cannot run here says w
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -99,24 +98,8 @@ class Backend(Protocol):
         """Every group's weight gradient."""
 
 
-class GroupLoops(ABC):
+class GroupLoops(Backend):
     """The grouped methods of `Backend`, one group after the other."""
-
-    @abstractmethod
-    def fprop(
-        self,
-        x: Tensor,
-        weight: PreparedWeight,
-        num_segments: int,
-        dtype: torch.dtype,
-        quantized: Fp8Tensor | None = None,
-    ) -> tuple[Tensor, Fp8Tensor]: ...
-
-    @abstractmethod
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor: ...
-
-    @abstractmethod
-    def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor: ...
 
     def fprop_grouped(
         self,
