@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def smollm2_dir(smollm2_wheel: Path) -> Path:
 def _make_cache() -> None:
     CACHE.mkdir(exist_ok=True)
     (CACHE / ".gitignore").write_text("*\n")
+
+
+@pytest.fixture
+def reference_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Everything runs in the torch forms, which take tensors of any device."""
+    from jetrl_megatron.native import tensors
+    from jetrl_megatron.ops.kernels import use_kernels
+
+    monkeypatch.setattr(tensors, "usable", lambda *_tensors: False)
+    use_kernels("reference")
+    yield
+    use_kernels(None)

@@ -6,7 +6,7 @@ the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,12 @@ from jetrl_megatron.fp8 import Fp8Recipe
 from jetrl_megatron.megatron.gather import export_bf16, export_fp8
 from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.step import compute_logprobs, forward_backward
-from jetrl_megatron.native import tensors as compiled
-from jetrl_megatron.ops.kernels import use_kernels
 from jetrl_megatron.weights.bundle import write_bundle
 from tests.support.models import FAMILIES, assert_same_bits
 from tests.support.oracles import rel_error
 from tests.support.policies import calm_model, load_policy, micro_batches, sequences, weighted_loss
 from tests.support.pretend_device import DEVICE, Pretended, pretending
 from tests.support.trainer import one_rank
-
-
-@pytest.fixture
-def torch_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled, "usable", lambda *_tensors: False)
-    use_kernels("reference")
-    yield
-    use_kernels(None)
 
 
 def to_device(model: nn.Module) -> None:
@@ -50,7 +40,7 @@ def to_device(model: nn.Module) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fp8", [True, False])
 def test_a_step_stays_where_the_parameters_are(
-    single_process: None, torch_forms: None, tmp_path: Path, family: str, fp8: bool
+    single_process: None, reference_forms: None, tmp_path: Path, family: str, fp8: bool
 ) -> None:
     """Log-probs and exported weights with the CPU's bits; gradients near the CPU's: stock operators choose their kernel
     by the device."""

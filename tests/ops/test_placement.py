@@ -5,25 +5,17 @@ A tensor silently made on the CPU would meet one of the device and be refused th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.native import tensors as compiled
 from jetrl_megatron.ops import reference
-from jetrl_megatron.ops.kernels import use_kernels
 from tests.support.pretend_device import DEVICE, Pretended, pretending
 
-
-@pytest.fixture(autouse=True)
-def _torch_forms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled, "usable", lambda *_tensors: False)
-    use_kernels("reference")
-    yield
-    use_kernels(None)
+pytestmark = pytest.mark.usefixtures("reference_forms")
 
 
 def randn(*shape: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl_megatron.ops.kernels import use_kernels
 from jetrl_megatron.rollout.sampler import sample_tokens
 from tests.support.pretend_device import DEVICE, Pretended, pretending
 
-
-@pytest.fixture(autouse=True)
-def torch_forms() -> Iterator[None]:
-    use_kernels("reference")
-    yield
-    use_kernels(None)
+pytestmark = pytest.mark.usefixtures("reference_forms")
 
 
 def values(x: Tensor) -> Tensor:
