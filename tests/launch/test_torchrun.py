@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import ROOT
+from tests.support.launch import free_port
 from tests.support.runs import wait_until_gone
 from tests.support.slurm import describe, processes_with, wait_for
-from tests.support.trainer import free_port
 
 CONFIG = str(ROOT / "configs/quickstart.yaml")
 RUN, CLEANUP = str(ROOT / "launch/torchrun/run.sh"), str(ROOT / "launch/slurm/cleanup.sh")

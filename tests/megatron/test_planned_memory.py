@@ -28,9 +28,10 @@ from jetrl_megatron.megatron.linear import LinearPrecision
 from jetrl_megatron.megatron.model import Policy
 from jetrl_megatron.megatron.optimizer import Trainable, make_trainable
 from jetrl_megatron.rollout.environment import engine_environment
+from tests.support.launch import join_alone
 from tests.support.models import FAMILIES
 from tests.support.policies import calm_model, load_policy, micro_batches, sequences, weighted_loss
-from tests.support.trainer import join_alone, one_rank
+from tests.support.trainer import one_rank
 
 ROOT = Path(__file__).parents[2]
 ALONE = Layout(

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port that nothing listens on, below those that the kernel gives to connections meanwhile."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randint(20000, 29999)))
+            return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def rendezvous() -> Iterator[dict[str, str]]:
+    """A store served from here, as torchrun's agent serves one, and the environment that leads ranks to it: its port is
+    bound before it is named, so nobody can take it in between."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def join_alone() -> None:
+    """Make this process a world of one, which needs no port (idempotent)."""
+    if not dist.is_initialized():
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def die_with_parent() -> None:
@@ -36,13 +62,14 @@ def launch(module: str, num_ranks: int, args: list[str], log_dir: Path, timeout_
     The first rank that fails ends the others. Raises AssertionError with the tail of the failing rank's log, or naming
     the timeout. The children must call `die_with_parent`.
     """
-    common = {
-        **os.environ,
-        "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-    }
+    common = {**os.environ, "WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
+    with rendezvous() as where:
+        _run_ranks(module, {**common, **where}, num_ranks, args, log_dir, timeout_s)
+
+
+def _run_ranks(
+    module: str, env: dict[str, str], num_ranks: int, args: list[str], log_dir: Path, timeout_s: float
+) -> None:
     logs = [log_dir / f"rank{rank}.log" for rank in range(num_ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -52,7 +79,7 @@ def launch(module: str, num_ranks: int, args: list[str], log_dir: Path, timeout_
                     subprocess.Popen(
                         [sys.executable, "-m", module, *args],
                         cwd=REPOSITORY,
-                        env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.PIPE,
                         stdout=out,
                         stderr=subprocess.STDOUT,

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.launch import free_port
+
 PROGRAMS = (
     "munged",
     "munge",
@@ -191,7 +193,7 @@ class Cluster:
     def _configuration(self) -> str:
         folder, user = self.folder, getpass.getuser()
         host = socket.gethostname().split(".")[0]
-        port, port_1, port_2 = _free_ports(3)
+        port, port_1, port_2 = (free_port() for _ in range(3))
         memory_mib = psutil.virtual_memory().total // 2**20 * 2 // 5
         node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory={memory_mib}"
         return f"""ClusterName=private
@@ -270,11 +272,3 @@ def _end(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         pass
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports

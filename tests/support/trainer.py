@@ -1,33 +1,17 @@
-"""A one-rank trainer inside the test process: a policy of real Megatron-Core on a free port."""
+"""A one-rank trainer inside the test process: a policy of real Megatron-Core."""
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe
+from tests.support.launch import join_alone
 
 if TYPE_CHECKING:
     from jetrl_megatron.megatron.groups import Ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def join_alone() -> None:
-    """Become a world of one (idempotent)."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 _alone: list[Ranks] = []
