@@ -246,7 +246,7 @@ class OperatorLlama:
             self.layers.append((norms, weights, pools))
         self.embedding, self.norm = stock.model.embed_tokens.weight, stock.model.norm.weight
         self.head = ops.ExactWeight.of(self.embedding)
-        self.rope = ops.RopeTable(10000.0, DIM)
+        self.rope = ops.RopeTable(10000.0, DIM, 8192)
 
     @staticmethod
     def _quantized(weight: Tensor) -> tuple[Tensor, Fp8Weight]:

@@ -54,7 +54,12 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, quantized: Fp8Tensor, slices: Sequence[GridSlice]) -> Fp8Weight:
-        return cls(quantized, slices, prepare_weight(quantized))
+        return cls(quantized, slices, prepare_weight(quantized, slices))
+
+    def refresh(self) -> None:
+        """Follow what was written into the memory of `quantized`; see `PreparedWeight.refresh`."""
+        self.fprop.refresh(self.quantized)
+        self._dgrad = None
 
     @property
     def dgrad(self) -> PreparedWeight:

@@ -29,7 +29,8 @@ from jetrl_megatron.fp8 import (
     whole,
 )
 from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
-from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError, weight_generation
+from jetrl_megatron.rollout.prepared import exact_weight
+from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError
 
 if TYPE_CHECKING:
     from jetrl_megatron.rollout.quantization import JetrlConfig
@@ -45,10 +46,7 @@ class RouterMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias is None
-        cached = layer.__dict__.get("jetrl_prepared")
-        if cached is None or cached[0] != weight_generation():
-            cached = layer.__dict__["jetrl_prepared"] = (weight_generation(), ops.ExactWeight.of(layer.weight))
-        return ops.router(x, layer.weight, cached[1])
+        return ops.router(x, layer.weight, exact_weight(layer))
 
 
 def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,9 @@ from jetrl_megatron.rollout.environment import (
     precision_flow_folder,
 )
 from jetrl_megatron.rollout.flow import FlowRecorder
+from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.sampler import sample_tokens
-from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
+from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest
 
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 METHODS = ("jetrl_fp8", "jetrl_bf16")
@@ -165,7 +166,10 @@ def _rope(
         raise NotImplementedError("partial or interleaved rope; rule: the half-split layout over the whole head")
     table = self.__dict__.get("jetrl_table")
     if table is None:
-        table = self.__dict__["jetrl_table"] = ops.RopeTable(float(self.base), self.head_size, _llama3_scaling(self))
+        table = ops.RopeTable(
+            float(self.base), self.head_size, int(self.max_position_embeddings), _llama3_scaling(self)
+        )
+        self.__dict__["jetrl_table"] = table
     positions = positions.flatten()
 
     def rotate(x: Tensor) -> Tensor:
@@ -197,10 +201,7 @@ def _lm_head(
 ) -> Tensor:
     """fp32 logits of this rank's vocabulary shard."""
     assert embedding_bias is None
-    cached = lm_head.__dict__.get("jetrl_prepared")
-    if cached is None or cached[0] != weight_generation():
-        cached = lm_head.__dict__["jetrl_prepared"] = (weight_generation(), ops.ExactWeight.of(lm_head.weight))
-    return ops.lm_head(hidden_states, lm_head.weight, cached[1])
+    return ops.lm_head(hidden_states, lm_head.weight, exact_weight(lm_head))
 
 
 def _input_logprobs(

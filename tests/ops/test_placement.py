@@ -31,7 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    table = ops.RopeTable(1e4, x.shape[-1])
+    table = ops.RopeTable(1e4, x.shape[-1], 4096)
     table.lookup(torch.arange(3))  # a table that was last used elsewhere
     return ops.rope(x, positions, table)
 

@@ -4,7 +4,7 @@ bitwise: a row's result must not depend on the batch, nor on the run."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def _problem(t: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _to(weight: PreparedWeight, device: str) -> PreparedWeight:
     order = None if weight.order is None else weight.order.to(device)
-    return PreparedWeight(weight.codes.to(device), weight.scale.to(device), weight.format, weight.num_columns, order)
+    return replace(weight, codes=weight.codes.to(device), scale=weight.scale.to(device), order=order)
 
 
 def check_linear(name: str, device: str, shape: tuple[int, int, int]) -> Iterator[Agreement]:
