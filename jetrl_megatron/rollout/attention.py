@@ -34,11 +34,11 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         assert scaling is not None
         _require_plain(options)
         new = extend_seq_lens.tolist()
-        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
         spans = [torch.arange(p + 1, p + n + 1) for p, n in zip(extend_prefix_lens.tolist(), new, strict=True)]
         kv_len = torch.cat(spans).to(query.device)
         cu = [0, *accumulate(new)]
-        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, kv_len, scaling))
+        attended = ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, cu, kv_len, scaling)
+        return output.copy_(attended)
 
     def _run_sdpa_forward_decode(
         self,
@@ -53,12 +53,11 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         scaling: float | None = None,
         **options: Any,
     ) -> Tensor:
-        """query [B, H, D]: one new token per sequence."""
+        """query [B, H, D]: one new token per sequence; nothing here is read by the host."""
         assert scaling is not None
         _require_plain(options)
-        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
-        cu = list(range(len(query) + 1))
-        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, seq_lens.long(), scaling))
+        attended = ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, None, seq_lens, scaling)
+        return output.copy_(attended)
 
 
 def _require_plain(options: dict[str, Any]) -> None:

@@ -84,10 +84,13 @@ def expectations() -> Iterator[Expectation]:
     yield from _linears()
     yield from _gemms()
     q, pool = _meta(512, 32, 128), _meta(4096, 8, 128)
-    counts = _meta(512, dtype=torch.int32)
-    plan = plan_attention(q, pool, pool, _meta(4, 1024, dtype=torch.int32), [0, 128, 512], counts, 0.088)
+    table, counts, requests = (_meta(*shape, dtype=torch.int32) for shape in ((64, 1024), (512,), (2,)))
     needed = ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "div.rn.f32", "mul.rn.f32", "add.rn.f32")
+    plan = plan_attention(q, pool, pool, table, requests, [0, 128, 512], counts, 0.088)
     yield Expectation("attention", plan, needed, allowed=r"ex2\.approx\..*")
+    requests, counts = (_meta(512, dtype=torch.int64) for _ in range(2))
+    plan = plan_attention(q, pool, pool, table, requests, None, counts, 0.088)
+    yield Expectation("attention, decode", plan, needed, allowed=r"ex2\.approx\..*")
 
 
 def _quantizing(fmt: Fp8Format, x: Tensor, vectors: tuple[str, ...]) -> Iterator[Expectation]:
