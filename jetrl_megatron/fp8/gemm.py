@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,6 +85,38 @@ class PreparedWeight:
             self.__dict__.pop(form, None)
         if self.__dict__.get("grid") is not None:
             self.__dict__["grid"].copy_(self.scale.t()[::BLOCK])
+
+
+@dataclass(frozen=True)
+class Fp8Experts:
+    """One version of the FP8 weights of E experts, stacked: quantized holds codes [E, N, K] and scales [E, N, G];
+    slices: where the rows of each lie on the grids of its Hugging Face tensors."""
+
+    quantized: Fp8Tensor
+    slices: Sequence[GridSlice]
+
+    def _parts(self) -> list[Fp8Tensor]:
+        pairs = zip(self.quantized.data, self.quantized.scale, strict=True)
+        return [replace(self.quantized, data=data, scale=scale) for data, scale in pairs]
+
+    @functools.cached_property
+    def each(self) -> list[PreparedWeight]:
+        """Expert by expert, for backends that do not take them stacked; made on first use."""
+        return [prepare_weight(part, self.slices) for part in self._parts()]
+
+    @functools.cached_property
+    def grid(self) -> Tensor | None:
+        """As `PreparedWeight.grid`, stacked [E, ceil(N/128), G]."""
+        on_grid = self.quantized.format.granularity == "block" and _on_grid(self.slices)
+        return self.quantized.scale[:, ::BLOCK].contiguous() if on_grid else None
+
+    def refresh(self) -> None:
+        """Follow what was written into the memory of `quantized`; see `PreparedWeight.refresh`."""
+        if self.__dict__.get("grid") is not None:
+            self.__dict__["grid"].copy_(self.quantized.scale[:, ::BLOCK])
+        if "each" in self.__dict__:
+            for prepared, part in zip(self.each, self._parts(), strict=True):
+                prepared.refresh(part)
 
 
 def _wide_blocks(codes: Tensor) -> Tensor:

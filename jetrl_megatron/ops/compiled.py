@@ -156,6 +156,14 @@ def linear(x: Tensor, prepared: Prepared) -> Tensor:
     return out
 
 
+def prepare_experts(weight: Tensor) -> list[Prepared]:
+    return [prepare_linear(expert) for expert in weight]
+
+
+def routed_linear(x: Tensor, prepared: list[Prepared], offsets: Tensor) -> Tensor:
+    return reference.by_group(linear, x, prepared, offsets)
+
+
 def row_parallel_linear(
     x: Tensor, prepared: Prepared, maximum: Callable[[Tensor], Tensor], sum_fp64: Callable[[Tensor], Tensor]
 ) -> Tensor:

@@ -10,6 +10,7 @@ key/value pool, B sequences, R rows of a table of requests, L keys, E experts, k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,6 +187,25 @@ def row_parallel_linear(
     """`linear` whose K is split over ranks: the row grids come from `maximum` over the group, the exact partial sums
     meet in `sum_fp64`, in any order."""
     return sum_fp64(linear_partial(x, prepared, maximum(row_max(x)))).float()
+
+
+def prepare_experts(weight: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+    """Each of the stacked weights [E, N, K] prepared."""
+    return [prepare_linear(expert) for expert in weight]
+
+
+def routed_linear(x: Tensor, prepared: list[list[tuple[Tensor, Tensor]]], offsets: Tensor) -> Tensor:
+    """`linear` with one weight per group: x [R, K], rows of group e at offsets[e] to offsets[e + 1] -> fp32 [R, N],
+    zero in rows of no group."""
+    return by_group(linear, x, prepared, offsets)
+
+
+def by_group(linear: Callable[[Tensor, Any], Tensor], x: Tensor, prepared: Sequence[Any], offsets: Tensor) -> Tensor:
+    """The kernel set's linear, group after group."""
+    num_rows = offsets.diff().tolist()
+    parts = x.split([*num_rows, len(x) - sum(num_rows)])
+    found = [linear(rows, weight) for rows, weight in zip(parts[:-1], prepared, strict=True)]
+    return torch.cat([*found, found[0].new_zeros(len(parts[-1]), found[0].shape[1])])
 
 
 # ------------------------------------------------------------------------------------------------ attention

@@ -13,7 +13,16 @@ from jetrl_megatron import ops
 
 
 class PagedAttentionBackend(TorchNativeAttnBackend):
-    """Writing the pool and the metadata stay SGLang's; only the two attention kernels are replaced."""
+    """Writing the pool and the metadata stay SGLang's; only the two attention kernels are replaced.
+
+    A CUDA graph of decode needs no metadata of ours: it reads the request table, and the runner's own buffers of rows
+    and lengths."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None: ...
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padding attends the one key of SGLang's dummy slot."""
+        return 1
 
     def _run_sdpa_forward_extend(
         self,

@@ -20,7 +20,8 @@ from jetrl_megatron import ops
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.fp8 import Fp8Format
 from jetrl_megatron.native.tensors import use_threads
-from jetrl_megatron.ops.timing import start_operator_times
+from jetrl_megatron.ops.recorder import recording
+from jetrl_megatron.ops.timing import start_operator_times, timing
 from jetrl_megatron.rollout.environment import (
     engine_threads,
     is_engine_process,
@@ -32,6 +33,7 @@ from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.sampler import sample_tokens
 from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest
 
+_GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 METHODS = ("jetrl_fp8", "jetrl_bf16")
 
@@ -82,6 +84,7 @@ def _register_operator_hooks() -> None:
     around: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
         "model_executor.model_runner.ModelRunner.load_model": _check_model,
+        f"{_GRAPHS}.can_run_graph": _unless_watched,
         "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__": _moe_block,
     }
     folder = precision_flow_folder()
@@ -233,6 +236,11 @@ def _report_sync_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     except WeightSyncError as error:
         return False, str(error)
     return success, last_digest() if success and last_digest() else message
+
+
+def _unless_watched(original: Callable[..., bool], self: Any, forward_batch: Any) -> bool:
+    """A replayed CUDA graph runs none of our operators' Python: nothing could be recorded, nor timed."""
+    return not (recording() or timing()) and original(self, forward_batch)
 
 
 def _moe_block(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
