@@ -191,6 +191,7 @@ def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str, args: argpars
         port=0,
         log_file=work / f"engine_{kernels}.log",
         first_gpu=None if emulated else 0,
+        cuda_graphs=not emulated,
     )
 
 

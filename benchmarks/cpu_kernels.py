@@ -158,7 +158,7 @@ def decode_attention(longest: int) -> Case:
     )
     slots = torch.randperm(len(keys)).split(lengths.tolist())
     table = torch.nn.utils.rnn.pad_sequence(list(slots), batch_first=True).int()
-    offsets = list(range(17))
+    rows = torch.arange(16)
 
     def stock() -> None:
         for i, slot in enumerate(slots):  # what SGLang's torch_native backend does
@@ -166,7 +166,7 @@ def decode_attention(longest: int) -> Case:
             F.scaled_dot_product_attention(q[i][None, :, None], k, v, scale=DIM**-0.5, enable_gqa=True)
 
     def make() -> Run:
-        return lambda: ops.paged_attention(q, keys, values, table, offsets, lengths, DIM**-0.5)
+        return lambda: ops.paged_attention(q, keys, values, table, rows, None, lengths, DIM**-0.5)
 
     return Case(f"attention, decode, 16 sequences of up to {longest} keys", make, {"bf16": stock}, 1.0)
 
@@ -246,17 +246,25 @@ class OperatorLlama:
             self.layers.append((norms, weights, pools))
         self.embedding, self.norm = stock.model.embed_tokens.weight, stock.model.norm.weight
         self.head = ops.ExactWeight.of(self.embedding)
-        self.rope = ops.RopeTable(10000.0, DIM)
+        self.rope = ops.RopeTable(10000.0, DIM, 8192)
 
     @staticmethod
     def _quantized(weight: Tensor) -> tuple[Tensor, Fp8Weight]:
         return weight, Fp8Weight.of(quantize_weight(weight, RECIPE.format), whole(len(weight)))
 
     def logits(
-        self, ids: Tensor, positions: Tensor, slots: Tensor, table: Tensor, offsets: list[int], kv_len: Tensor
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        table: Tensor,
+        offsets: list[int] | None,
+        kv_len: Tensor,
     ) -> Tensor:
-        """ids, positions, slots, kv_len [T]; the rest as in `ops.paged_attention`; logits [T, V]."""
+        """ids, positions, slots, kv_len [T], a row of the table per sequence; the rest as in `ops.paged_attention`;
+        logits [T, V]."""
         fmt = RECIPE.format  # norm and SwiGLU leave their results quantized for the linears
+        rows = torch.arange(len(table))
         residual = ops.embedding(ids, self.embedding)
         x = None
         for (norm1, norm2), (qkv, out, gate_up, down), (k_pool, v_pool) in self.layers:
@@ -267,7 +275,7 @@ class OperatorLlama:
             heads = ops.fp8_linear(x, *qkv, RECIPE).view(len(ids), -1, DIM)
             q, k = (ops.rope(t, positions, self.rope) for t in (heads[:, :HEADS], heads[:, HEADS : HEADS + GROUPS]))
             k_pool[slots], v_pool[slots] = k, heads[:, HEADS + GROUPS :]
-            attended = ops.paged_attention(q, k_pool, v_pool, table, offsets, kv_len, DIM**-0.5)
+            attended = ops.paged_attention(q, k_pool, v_pool, table, rows, offsets, kv_len, DIM**-0.5)
             x = ops.fp8_linear(attended.reshape(len(ids), -1), *out, RECIPE)
             x, residual = ops.add_rmsnorm(x, residual, norm2, 1e-5, fmt)
             x = ops.fp8_linear(ops.swiglu(ops.fp8_linear(x, *gate_up, RECIPE), fmt), *down, RECIPE)
@@ -316,7 +324,7 @@ def model_decode(stock: Any, batch: int, context: int) -> Case:
     ids = torch.arange(batch) + 100
     positions = torch.full((batch,), context)
     table = torch.randperm(batch * (context + 1), generator=torch.Generator().manual_seed(0)).view(batch, -1)
-    shape = (table[:, -1], table.int(), list(range(batch + 1)), positions + 1)
+    shape = (table[:, -1], table.int(), None, positions + 1)
 
     def make() -> Run:
         model = OperatorLlama(stock, table.numel())

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight
+from jetrl_megatron.fp8.gemm import Fp8Experts, PreparedWeight
 from jetrl_megatron.fp8.quantize import GridSlice
 
 MODULES = {
@@ -97,9 +97,21 @@ class Backend(Protocol):
     ) -> list[Tensor]:
         """Every group's weight gradient."""
 
+    def fprop_routed(
+        self,
+        x: Tensor,
+        experts: Fp8Experts,
+        offsets: Tensor,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        """x [R, K], rows sorted by expert: those of expert e are offsets[e] to offsets[e + 1], a tensor on x's device.
+        [R, N], zero in rows of no expert, and the quantized rows."""
+
 
 class GroupLoops(Backend):
-    """The grouped methods of `Backend`, one group after the other."""
+    """The grouped methods of `Backend`, one group after the other; numbers of rows read on the host."""
 
     def fprop_grouped(
         self,
@@ -115,6 +127,23 @@ class GroupLoops(Backend):
             for rows, weight, codes in zip(x, weights, found, strict=True)
         ]
         return joined([y for y, _ in groups]), [codes for _, codes in groups]
+
+    def fprop_routed(
+        self,
+        x: Tensor,
+        experts: Fp8Experts,
+        offsets: Tensor,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        num_rows = offsets.diff().tolist()
+        used = sum(num_rows)
+        if quantized is not None and used < len(x):
+            quantized = quantized.split([used, len(x) - used])[0]
+        groups = x[:used].split(num_rows)
+        y, found = self.fprop_grouped(groups, experts.each, num_segments, dtype, quantized)
+        return y if used == len(x) else torch.cat([y, y.new_zeros(len(x) - used, y.shape[1])]), found
 
     def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
         return joined([self.dgrad(rows, weight, dtype) for rows, weight in zip(dy, weights, strict=True)])

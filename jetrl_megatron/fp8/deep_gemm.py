@@ -214,6 +214,33 @@ def prepare_grouped(
     return Call("m_grouped_fp8_gemm_nt_contiguous", arguments, out, {"recipe": BLOCKWISE}), layout
 
 
+def prepare_routed(
+    x: Fp8Tensor, offsets: Tensor, codes_ENK: Tensor, grid_E: Tensor, alignment: int = BLOCK
+) -> tuple[Call | None, Tensor]:
+    """`prepare_grouped` where only the device knows how many rows each expert has: rows of expert e are offsets[e] to
+    offsets[e + 1] (integers [E + 1]). The host reads nothing, so there is room for the worst case; what is left over
+    has group -1, which the library skips. The result of row r is at row places[r], -1 for rows of no expert."""
+    num_rows, (num_experts, n, _) = len(x.data), codes_ENK.shape
+    _check_contraction(x.data, codes_ENK)
+    _check_operand("B", codes_ENK, grid_E, num_blocks(n))
+    _check_outputs(n, 2)
+    room = (num_rows + num_experts * (alignment - 1)) // alignment * alignment
+    row = torch.arange(num_rows, device=x.data.device)
+    if not num_rows:
+        return None, row
+    padded = (offsets.diff() + alignment - 1) // alignment * alignment
+    expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
+    known, expert = expert < num_experts, expert.clamp_max(num_experts - 1)
+    places = torch.where(known, (padded.cumsum(0) - padded)[expert] + row - offsets[expert], room)
+    source, group = (torch.full((room + 1,), -1, device=row.device).scatter_(0, places, v) for v in (row, expert))
+    codes, scale = _place_rows(x, source[:room])
+    _check_operand("A", codes, scale, room)
+    out = torch.empty(room, n, dtype=torch.bfloat16, device=codes.device)
+    arguments = ((codes, tma_scale(scale)), (codes_ENK, grid_E), out, group[:room].int())
+    call = Call("m_grouped_fp8_gemm_nt_contiguous", arguments, out, {"recipe": BLOCKWISE})
+    return call, torch.where(known, places, -1)
+
+
 def prepare_masked(
     x: Fp8Tensor, num_rows: Sequence[int], codes_ENK: Tensor, grid_E: Tensor, max_rows: int
 ) -> tuple[Call, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from jetrl_megatron.fp8 import deep_gemm
 from jetrl_megatron.fp8.backends import DEEP_GEMM_CAPABILITY, gpu_unusable
 from jetrl_megatron.fp8.format import Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight
-from jetrl_megatron.fp8.gpu.backend import TritonQuantizer
+from jetrl_megatron.fp8.gemm import Fp8Experts, PreparedWeight
+from jetrl_megatron.fp8.gpu.backend import TritonQuantizer, check_one_chain
 
 
 class DeepGemmBackend(TritonQuantizer):
@@ -53,6 +53,29 @@ class DeepGemmBackend(TritonQuantizer):
         if y is None:
             return torch.empty(0, weights[0].num_rows, dtype=dtype, device=codes.device)
         return y[layout.places]
+
+    def fprop_routed(
+        self,
+        x: Tensor,
+        experts: Fp8Experts,
+        offsets: Tensor,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        """Numbers of rows stay on the device, unless the result is fp32 or the experts have no 128x128 grid."""
+        if dtype != torch.bfloat16 or experts.grid is None:
+            return super().fprop_routed(x, experts, offsets, num_segments, dtype, quantized)
+        check_one_chain(num_segments)
+        codes = experts.quantized.data
+        if quantized is None:
+            quantized = self.quantize_rows(x, experts.quantized.format)
+        alignment = deep_gemm.library().get_mk_alignment_for_contiguous_layout()
+        call, places = deep_gemm.prepare_routed(quantized, offsets, codes, experts.grid, alignment)
+        y = deep_gemm.execute(call)
+        if y is None:
+            return torch.empty(0, codes.shape[1], dtype=dtype, device=codes.device), [quantized]
+        return torch.where((places >= 0).unsqueeze(-1), y[places.clamp_min(0)], 0.0), [quantized]
 
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         if main_grad is None:

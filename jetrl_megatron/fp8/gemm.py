@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class PreparedWeight:
     first use and kept for the weight version.
 
     num_columns: length of the contraction. order: where its slots come from, [G*128] indices into the columns that the
-    caller has (-1: zero padding); None: they are those columns.
+    caller has (-1: zero padding); None: they are those columns. on_grid: whether rows 0, 128, ... of B begin the blocks
+    that share a scale, whatever the scales are.
     """
 
     codes: Tensor
@@ -42,6 +43,7 @@ class PreparedWeight:
     format: Fp8Format
     num_columns: int
     order: Tensor | None = None
+    on_grid: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -49,12 +51,9 @@ class PreparedWeight:
 
     @functools.cached_property
     def grid(self) -> Tensor | None:
-        """Scales on a grid of 128 rows of B [ceil(N/128), G], DeepGEMM's form; None if rows of one block differ (a
-        fused weight whose parts do not end at multiples of 128)."""
-        grid = self.scale.t()[::BLOCK].contiguous()
-        expanded = grid.repeat_interleave(BLOCK, dim=0)[: self.num_rows].t()
-        same = (expanded == self.scale) | (expanded.isnan() & self.scale.isnan())
-        return grid if bool(same.all()) else None
+        """Scales on a grid of 128 rows of B [ceil(N/128), G], DeepGEMM's form; None where B is not on it (a fused
+        weight whose parts do not end at multiples of 128)."""
+        return self.scale.t()[::BLOCK].contiguous() if self.on_grid else None
 
     @functools.cached_property
     def wide(self) -> Tensor:
@@ -77,6 +76,48 @@ class PreparedWeight:
         """`tiles` if A of `num_rows` rows is to meet this weight on matrix tiles."""
         return self.tiles if num_rows >= _MIN_TILE_ROWS and compiled.has_tiles() else None
 
+    def refresh(self, weight: Fp8Tensor) -> None:
+        """Follow new codes and scales of `weight`, whose codes are these. What GPU kernels read stays where it is, for
+        captured graphs hold its addresses; the forms of CPU kernels are made again on first use."""
+        assert weight.data.data_ptr() == self.codes.data_ptr()
+        self.scale.copy_(weight.scale.t())
+        for form in ("wide", "panels", "tiles"):
+            self.__dict__.pop(form, None)
+        if self.__dict__.get("grid") is not None:
+            self.__dict__["grid"].copy_(self.scale.t()[::BLOCK])
+
+
+@dataclass(frozen=True)
+class Fp8Experts:
+    """One version of the FP8 weights of E experts, stacked: quantized holds codes [E, N, K] and scales [E, N, G];
+    slices: where the rows of each lie on the grids of its Hugging Face tensors."""
+
+    quantized: Fp8Tensor
+    slices: Sequence[GridSlice]
+
+    def _parts(self) -> list[Fp8Tensor]:
+        pairs = zip(self.quantized.data, self.quantized.scale, strict=True)
+        return [replace(self.quantized, data=data, scale=scale) for data, scale in pairs]
+
+    @functools.cached_property
+    def each(self) -> list[PreparedWeight]:
+        """Expert by expert, for backends that do not take them stacked; made on first use."""
+        return [prepare_weight(part, self.slices) for part in self._parts()]
+
+    @functools.cached_property
+    def grid(self) -> Tensor | None:
+        """As `PreparedWeight.grid`, stacked [E, ceil(N/128), G]."""
+        on_grid = self.quantized.format.granularity == "block" and _on_grid(self.slices)
+        return self.quantized.scale[:, ::BLOCK].contiguous() if on_grid else None
+
+    def refresh(self) -> None:
+        """Follow what was written into the memory of `quantized`; see `PreparedWeight.refresh`."""
+        if self.__dict__.get("grid") is not None:
+            self.__dict__["grid"].copy_(self.quantized.scale[:, ::BLOCK])
+        if "each" in self.__dict__:
+            for prepared, part in zip(self.each, self._parts(), strict=True):
+                prepared.refresh(part)
+
 
 def _wide_blocks(codes: Tensor) -> Tensor:
     """E4M3 [M, K] -> fp64 [M, G, 128], zero padded."""
@@ -87,9 +128,23 @@ def _wide_blocks(codes: Tensor) -> Tensor:
     return wide.view(m, num_blocks(k), BLOCK)
 
 
-def prepare_weight(weight: Fp8Tensor) -> PreparedWeight:
-    """W [N, K] as operand B of FProp."""
-    return PreparedWeight(weight.data, weight.scale.t().contiguous(), weight.format, weight.shape[1])
+def prepare_weight(weight: Fp8Tensor, slices: Sequence[GridSlice] | None = None) -> PreparedWeight:
+    """W [N, K] as operand B of FProp. slices: where its rows lie on the grids of its Hugging Face tensors; None: it is
+    no weight, every row has scales of its own."""
+    on_grid = slices is not None and weight.format.granularity == "block" and _on_grid(slices)
+    scale = weight.scale.t().contiguous()
+    return PreparedWeight(weight.data, scale, weight.format, weight.shape[1], on_grid=on_grid)
+
+
+def _on_grid(slices: Sequence[GridSlice]) -> bool:
+    """Whether each run of 128 local rows lies in one block of one Hugging Face tensor."""
+    num_rows, first = sum(len(part.rows) for part in slices), 0
+    block = torch.empty(num_rows, dtype=torch.int64, device=slices[0].rows.device)
+    for part in slices:
+        places = torch.arange(part.start, part.start + len(part.rows), device=block.device)
+        block[part.rows] = first + places // BLOCK
+        first += num_blocks(part.total)
+    return torch.equal(block, block[::BLOCK].repeat_interleave(BLOCK)[:num_rows])
 
 
 def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> PreparedWeight:
@@ -100,16 +155,17 @@ def prepare_transposed(weight: Fp8Tensor, slices: Sequence[GridSlice]) -> Prepar
     """
     if weight.format.granularity != "block":
         return prepare_weight(quantize_rows(weight.dequantize().t().contiguous(), weight.format))
-    order = contraction_order(slices).to(weight.data.device)
+    order = contraction_order(slices)
     if torch.equal(order, torch.arange(len(weight.data), device=order.device)):
-        row_scale = weight.scale[::BLOCK].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
-        return PreparedWeight(weight.data.t().contiguous(), row_scale.contiguous(), weight.format, len(order))
+        row_scale = weight.scale[::BLOCK].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]].contiguous()
+        return PreparedWeight(weight.data.t().contiguous(), row_scale, weight.format, len(order), on_grid=True)
+    order = order.to(weight.data.device)
     picked = order.clamp_min(0)
     codes = weight.data.view(torch.uint8)[picked]
     codes[order < 0] = 0
     row_scale = weight.scale[picked[::BLOCK]].repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
     transposed = codes.t().contiguous().view(E4M3)
-    return PreparedWeight(transposed, row_scale.contiguous(), weight.format, len(order), order)
+    return PreparedWeight(transposed, row_scale.contiguous(), weight.format, len(order), order, on_grid=True)
 
 
 def contraction_order(slices: Sequence[GridSlice]) -> Tensor:

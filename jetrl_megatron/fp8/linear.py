@@ -22,7 +22,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.backends import active, joined
 from jetrl_megatron.fp8.carried import carried
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Recipe, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed, prepare_weight
+from jetrl_megatron.fp8.gemm import Fp8Experts, PreparedWeight, prepare_transposed, prepare_weight
 from jetrl_megatron.fp8.quantize import GridSlice
 from jetrl_megatron.fp8.recorder import differentiated, note
 
@@ -56,7 +56,12 @@ class Fp8Weight:
 
     @classmethod
     def of(cls, quantized: Fp8Tensor, slices: Sequence[GridSlice]) -> Fp8Weight:
-        return cls(quantized, slices, prepare_weight(quantized))
+        return cls(quantized, slices, prepare_weight(quantized, slices))
+
+    def refresh(self) -> None:
+        """Follow what was written into the memory of `quantized`; see `PreparedWeight.refresh`."""
+        self.fprop.refresh(self.quantized)
+        self._dgrad = None
 
     @property
     def dgrad(self) -> PreparedWeight:
@@ -114,6 +119,18 @@ def fp8_grouped_linear(
         y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, on_dx, *masters)
         return y
     return _fprop(x, num_rows, weights, num_segments, dtype)[0]
+
+
+def fp8_routed_linear(
+    x: Tensor, offsets: Tensor, experts: Fp8Experts, num_segments: int = 1, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """FProp alone, of rows whose numbers per expert may be known to the device only: x [R, K], sorted by expert, those
+    of expert e at offsets[e] to offsets[e + 1] -> [R, N], zero in rows of no expert."""
+    found = carried(x, experts.quantized.format)
+    y, quantized = active().fprop_routed(x, experts, offsets, num_segments, dtype, found)
+    note("internal", "x", quantized)
+    note("internal", "accumulator", torch.float32)
+    return y
 
 
 @differentiated

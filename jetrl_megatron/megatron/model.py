@@ -252,7 +252,7 @@ def build_policy(
     plan = ConversionPlan(dims)
     chunks = [_build_chunk(config, plan, parallel, ranks, i) for i in range(ranks.virtual_size)]
     policy = Policy(chunks, config, dims, ranks, plan, precision, LogprobHead(dims, precision))
-    table = ops.RopeTable(dims.rope_theta, dims.head_dim, dims.rope_scaling)
+    table = ops.RopeTable(dims.rope_theta, dims.head_dim, dims.max_position_embeddings, dims.rope_scaling)
     for layer in (layer for model in policy.models for layer in model.decoder.layers):
         layer.self_attention.rope_table = table
         if dims.moe is not None:

@@ -31,7 +31,7 @@ class PackedSequences(PackedSeqParams):
         for length in lengths:
             cu.append(cu[-1] + length)
         tail = [padded - cu[-1]] if padded > cu[-1] else []
-        positions = torch.cat([torch.arange(n) for n in [*lengths, *tail]])
+        positions = torch.cat([*(torch.arange(n) for n in lengths), torch.zeros(sum(tail), dtype=torch.int64)])
         offsets = torch.tensor([*cu, padded] if tail else cu, dtype=torch.int32)
         longest = max([*lengths, *tail])
         return cls(

@@ -94,7 +94,7 @@ struct Attention {  // see ops/reference.py `attention`; all bf16, pools [slots]
   const uint16_t *q, *k_pool, *v_pool;
   const int32_t* table;
   int64_t table_stride;
-  const int64_t *cu, *kv_len;
+  const int64_t *rows, *cu, *kv_len;
   int64_t heads, groups, dim;
   float scale;
   uint16_t* out;
@@ -445,9 +445,9 @@ void jetrl_grid_gemm_digits(const uint16_t* x, const double* row_max, const int8
 }
 
 void jetrl_attention(const uint16_t* q, const uint16_t* k_pool, const uint16_t* v_pool, const int32_t* table,
-                     int64_t table_stride, const int64_t* cu, int64_t sequences, const int64_t* kv_len, int64_t heads,
-                     int64_t groups, int64_t dim, float scale, uint16_t* out) {
-  const Attention a{q, k_pool, v_pool, table, table_stride, cu, kv_len, heads, groups, dim, scale, out};
+                     int64_t table_stride, const int64_t* rows, const int64_t* cu, int64_t sequences,
+                     const int64_t* kv_len, int64_t heads, int64_t groups, int64_t dim, float scale, uint16_t* out) {
+  const Attention a{q, k_pool, v_pool, table, table_stride, rows, cu, kv_len, heads, groups, dim, scale, out};
   parallel(sequences * groups, [a](int64_t first, int64_t last) { active->attend(a, first, last); });
 }
 

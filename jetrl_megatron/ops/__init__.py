@@ -2,12 +2,14 @@
 
 from jetrl_megatron.ops.attention import packed_attention, paged_attention
 from jetrl_megatron.ops.operators import (
+    ExactExperts,
     ExactWeight,
     add_rmsnorm,
     bias_add,
     embedding,
     fp8_grouped_linear,
     fp8_linear,
+    fp8_routed_linear,
     grouped_linear,
     linear,
     lm_head,
@@ -17,6 +19,7 @@ from jetrl_megatron.ops.operators import (
     rmsnorm,
     rope,
     route,
+    routed_linear,
     router,
     row_parallel_linear,
     sample,
@@ -25,6 +28,7 @@ from jetrl_megatron.ops.operators import (
 from jetrl_megatron.ops.rope import RopeTable
 
 __all__ = [
+    "ExactExperts",
     "ExactWeight",
     "RopeTable",
     "add_rmsnorm",
@@ -32,6 +36,7 @@ __all__ = [
     "embedding",
     "fp8_grouped_linear",
     "fp8_linear",
+    "fp8_routed_linear",
     "grouped_linear",
     "linear",
     "lm_head",
@@ -43,6 +48,7 @@ __all__ = [
     "rmsnorm",
     "rope",
     "route",
+    "routed_linear",
     "router",
     "row_parallel_linear",
     "sample",

@@ -17,10 +17,18 @@ from jetrl_megatron.ops.recorder import operator
 
 @operator("attention", k_pool="k", v_pool="v")
 def paged_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: Sequence[int], kv_len: Tensor, scale: float
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    cu_queries: Sequence[int] | None,
+    kv_len: Tensor,
+    scale: float,
 ) -> Tensor:
-    """Rollout side; shapes as in `reference.attention`."""
-    o: Tensor = kernels().attention(q, k_pool, v_pool, table, list(cu_queries), kv_len, scale)
+    """Rollout side; shapes as in `reference.attention`. The Triton set reads nothing on the host in decode
+    (cu_queries None)."""
+    o: Tensor = kernels().attention(q, k_pool, v_pool, table, rows, cu_queries, kv_len, scale)
     return o
 
 
@@ -36,11 +44,12 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Sequence[int],
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu: list[int], scale: float) -> Tensor:
     lengths = [end - start for start, end in pairwise(cu)]
-    starts = torch.tensor(cu[:-1], device=q.device)
-    table = (starts[:, None] + torch.arange(max(lengths), device=q.device)).clamp_max(q.shape[0] - 1)
+    starts = torch.tensor(cu[:-1], dtype=torch.int32, device=q.device)
+    keys = torch.arange(max(lengths), dtype=torch.int32, device=q.device)
+    table, rows = (starts[:, None] + keys).clamp_max(q.shape[0] - 1), torch.arange(len(lengths), device=q.device)
     kv_len = torch.zeros(q.shape[0], dtype=torch.int64)
     kv_len[: cu[-1]] = torch.cat([torch.arange(1, n + 1) for n in lengths])
-    o: Tensor = kernels().attention(q, k, v, table, cu, kv_len.to(q.device), scale)
+    o: Tensor = kernels().attention(q, k, v, table, rows, cu, kv_len.to(q.device), scale)
     return o
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -156,6 +156,14 @@ def linear(x: Tensor, prepared: Prepared) -> Tensor:
     return out
 
 
+def prepare_experts(weight: Tensor) -> list[Prepared]:
+    return [prepare_linear(expert) for expert in weight]
+
+
+def routed_linear(x: Tensor, prepared: list[Prepared], offsets: Tensor) -> Tensor:
+    return reference.by_group(linear, x, prepared, offsets)
+
+
 def row_parallel_linear(
     x: Tensor, prepared: Prepared, maximum: Callable[[Tensor], Tensor], sum_fp64: Callable[[Tensor], Tensor]
 ) -> Tensor:
@@ -190,13 +198,20 @@ def _view(x: Tensor, first: int) -> Tensor:
 
 
 def attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    cu_queries: Sequence[int] | None,
+    kv_len: Tensor,
+    scale: float,
 ) -> Tensor:
-    if any(t.dtype != torch.bfloat16 for t in (q, k_pool, v_pool)):
-        return reference.attention(q, k_pool, v_pool, table, cu_queries, kv_len, scale)
+    if not _bf16(q, k_pool, v_pool):
+        return reference.attention(q, k_pool, v_pool, table, rows, cu_queries, kv_len, scale)
     out = torch.zeros(q.shape, dtype=q.dtype)
     table = table.to(torch.int32).contiguous()
-    offsets = torch.tensor(cu_queries, dtype=torch.int64)
+    offsets = torch.arange(len(q) + 1) if cu_queries is None else torch.tensor(cu_queries, dtype=torch.int64)
     heads, groups, dim = q.shape[1], k_pool.shape[1], q.shape[2]
     call(
         "attention",
@@ -205,8 +220,9 @@ def attention(
         v_pool.contiguous(),
         table,
         table.shape[1],
+        rows.to(torch.int64).contiguous(),
         offsets,
-        len(cu_queries) - 1,
+        len(offsets) - 1,
         kv_len.to(torch.int64).contiguous(),
         heads,
         groups,

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8 import Fp8Experts, Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
 from jetrl_megatron.fp8.linear import Fp8Weight, OnGradient, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
+from jetrl_megatron.fp8.linear import fp8_routed_linear as _fp8_routed_linear
 from jetrl_megatron.fp8.recorder import differentiated, note
 from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.autograd import differentiable
@@ -154,6 +155,17 @@ def fp8_grouped_linear(
     return y if reduce is None else reduce(y).to(x.dtype)
 
 
+@operator("fp8_linear", experts="weight")
+def fp8_routed_linear(
+    x: Tensor, offsets: Tensor, experts: Fp8Experts, num_segments: int = 1, reduce: Reduce | None = None
+) -> Tensor:
+    """`fp8_grouped_linear` of an engine: stacked experts, without gradients; x [R, K], sorted by expert, rows of expert
+    e at offsets[e] to offsets[e + 1] -> [R, N], zero in rows of no expert. GPU kernels read offsets on the device."""
+    dtype = x.dtype if reduce is None else torch.float32
+    y = _fp8_routed_linear(x, offsets, experts, num_segments, dtype)
+    return y if reduce is None else reduce(y).to(x.dtype)
+
+
 @dataclass
 class ExactWeight:
     """One version of a bf16 weight [N, K], prepared for the exact linear. maximum: over the tensor-parallel group,
@@ -195,6 +207,25 @@ def grouped_linear(
     """`linear` with one weight per group: x [R, K], sorted by group, num_rows per group -> [R, N]."""
     groups = zip(x.split(list(num_rows)), masters, weights, strict=True)
     return torch.cat([_linear(rows, master, weight) for rows, master, weight in groups]).to(x.dtype)
+
+
+@dataclass
+class ExactExperts:
+    """One version of the stacked bf16 weights [E, N, K] of experts, prepared for the exact linear."""
+
+    prepared: Any
+
+    @classmethod
+    @timed("prepare_weight")
+    def of(cls, weight: Tensor) -> ExactExperts:
+        return cls(kernels().prepare_experts(weight.detach()))
+
+
+@operator("linear")
+def routed_linear(x: Tensor, offsets: Tensor, master: Tensor, experts: ExactExperts) -> Tensor:
+    """`grouped_linear` of an engine, as `fp8_routed_linear`: master [E, N, K]."""
+    y: Tensor = kernels().routed_linear(x, experts.prepared, offsets)
+    return y.to(x.dtype)
 
 
 @operator("router")

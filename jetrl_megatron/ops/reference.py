@@ -4,12 +4,13 @@ Two rules make that true (docs/numerics.md, section 5): non-reductions use only 
 and bit operations; reductions are a fixed binary tree of fp32 adds, or sums of integers held in fp64 that cannot
 round. This module is one set of kernels behind `ops`; every other set must give the same bits. No autograd here.
 Shape letters: T tokens, H hidden, D head dim, N rows of a weight, K contracted dim, V vocabulary, P slots of a
-key/value pool, B sequences, L keys, E experts, k experts per token.
+key/value pool, B sequences, R rows of a table of requests, L keys, E experts, k experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,29 +189,58 @@ def row_parallel_linear(
     return sum_fp64(linear_partial(x, prepared, maximum(row_max(x)))).float()
 
 
+def prepare_experts(weight: Tensor) -> list[list[tuple[Tensor, Tensor]]]:
+    """Each of the stacked weights [E, N, K] prepared."""
+    return [prepare_linear(expert) for expert in weight]
+
+
+def routed_linear(x: Tensor, prepared: list[list[tuple[Tensor, Tensor]]], offsets: Tensor) -> Tensor:
+    """`linear` with one weight per group: x [R, K], rows of group e at offsets[e] to offsets[e + 1] -> fp32 [R, N],
+    zero in rows of no group."""
+    return by_group(linear, x, prepared, offsets)
+
+
+def by_group(linear: Callable[[Tensor, Any], Tensor], x: Tensor, prepared: Sequence[Any], offsets: Tensor) -> Tensor:
+    """The kernel set's linear, group after group."""
+    num_rows = offsets.diff().tolist()
+    parts = x.split([*num_rows, len(x) - sum(num_rows)])
+    found = [linear(rows, weight) for rows, weight in zip(parts[:-1], prepared, strict=True)]
+    return torch.cat([*found, found[0].new_zeros(len(parts[-1]), found[0].shape[1])])
+
+
 # ------------------------------------------------------------------------------------------------ attention
 def attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    cu_queries: Sequence[int] | None,
+    kv_len: Tensor,
+    scale: float,
 ) -> Tensor:
     """Causal attention for packed training, chunked prefill and paged decode alike.
 
-    q [T, H, D]; k_pool, v_pool [P, G, D] with G dividing H; table [B, L]: pool slot of key j of sequence b;
-    cu_queries: B + 1 offsets of the sequences' queries in q; kv_len [T] int64: keys each query may see (its first
-    kv_len keys). D <= 128 and L <= 65536. Returns [T, H, D] in q's dtype. A query with kv_len 0 gives zeros.
+    q [T, H, D]; k_pool, v_pool [P, G, D] with G dividing H; table [R, L] of integers: the pool slots of R requests'
+    keys; rows [B] of integers: the table's row of sequence b; cu_queries: B + 1 offsets of the sequences' queries in q,
+    or None for decode: one query per sequence; kv_len [T] of integers: keys each query may see (its first kv_len keys).
+    D <= 128, at most 65536 keys. Returns [T, H, D] in q's dtype. A query with kv_len 0 gives zeros.
     """
     out = torch.zeros_like(q)
     lengths = kv_len.tolist()
-    for items in _work_groups(cu_queries, lengths, q.shape[1]):
+    offsets = range(len(q) + 1) if cu_queries is None else cu_queries
+    for items in _work_groups(offsets, lengths, q.shape[1]):
         tq, tk = max(end - start for _, start, end in items), max(max(lengths[s:e]) for _, s, e in items)
-        rows = [[min(start + i, end - 1) for i in range(tq)] for _, start, end in items]
-        index = torch.tensor(rows, device=q.device)
-        slots = table[torch.tensor([b for b, _, _ in items], device=q.device), :tk].long()
+        queries = [[min(start + i, end - 1) for i in range(tq)] for _, start, end in items]
+        index = torch.tensor(queries, device=q.device)
+        sequences = torch.tensor([b for b, _, _ in items], device=q.device)
+        slots = table[rows[sequences], :tk].long()
         o = _attend(q[index], k_pool[slots], v_pool[slots], kv_len[index], scale)
         out[index] = o
     return out
 
 
-def _work_groups(cu: list[int], lengths: list[int], heads: int) -> Iterator[list[tuple[int, int, int]]]:
+def _work_groups(cu: Sequence[int], lengths: list[int], heads: int) -> Iterator[list[tuple[int, int, int]]]:
     """Cut sequences into query chunks (sequence, first, last query) and group chunks of similar size."""
     chunks = [
         (b, start, min(start + _QUERY_CHUNK, cu[b + 1]))

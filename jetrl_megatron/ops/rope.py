@@ -17,14 +17,16 @@ _CHUNK = 1024  # fixed shape of one evaluation, so that a position always takes 
 
 @dataclass
 class RopeTable:
-    """cos and sin of every position, grown on demand. scaling: the llama3 parameters or None. Computed on the CPU, so
-    that they are the same bits everywhere; kept where they are looked up."""
+    """cos and sin of positions 0 to num_positions - 1, the length that the model was made for; scaling: the llama3
+    parameters or None. Computed on first use, on the CPU, so that they are the same bits everywhere; kept where they
+    are looked up. A lookup reads nothing on the host, so the caller answers for the positions: configuration and engine
+    refuse longer sequences."""
 
     theta: float
     head_dim: int
+    num_positions: int
     scaling: Mapping[str, float] | None = None
-    _cos: Tensor = field(default_factory=lambda: torch.empty(0))
-    _sin: Tensor = field(default_factory=lambda: torch.empty(0))
+    _cos_sin: tuple[Tensor, Tensor] | None = field(default=None, init=False)
 
     def inverse_frequencies(self) -> Tensor:
         """fp64 [head_dim / 2]."""
@@ -36,19 +38,20 @@ class RopeTable:
 
     def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [T] int -> fp32 cos, sin [T, head_dim / 2]."""
-        needed = int(positions.max()) + 1 if positions.numel() else 1
-        if self._cos.shape[0] < needed:
-            self._grow(needed)
-        if self._cos.device != positions.device:
-            self._cos, self._sin = self._cos.to(positions.device), self._sin.to(positions.device)
+        if self._cos_sin is None:
+            self._cos_sin = self._compute()
+        if self._cos_sin[0].device != positions.device:
+            self._cos_sin = self._cos_sin[0].to(positions.device), self._cos_sin[1].to(positions.device)
+        cos, sin = self._cos_sin
         positions = positions.long()
-        return self._cos[positions], self._sin[positions]
+        return cos[positions], sin[positions]
 
-    def _grow(self, needed: int) -> None:
+    def _compute(self) -> tuple[Tensor, Tensor]:
         inverse = self.inverse_frequencies()
-        chunks = [torch.arange(c, c + _CHUNK, dtype=torch.float64)[:, None] * inverse for c in range(0, needed, _CHUNK)]
-        self._cos = torch.cat([c.cos().float() for c in chunks])
-        self._sin = torch.cat([c.sin().float() for c in chunks])
+        starts = range(0, self.num_positions, _CHUNK)
+        chunks = [torch.arange(start, start + _CHUNK, dtype=torch.float64)[:, None] * inverse for start in starts]
+        cos, sin = torch.cat([c.cos().float() for c in chunks]), torch.cat([c.sin().float() for c in chunks])
+        return cos[: self.num_positions], sin[: self.num_positions]
 
 
 def _llama3(frequency: float, scaling: Mapping[str, float]) -> float:

@@ -32,6 +32,11 @@ def stop_operator_times(totals: OperatorSeconds) -> None:
     _totals[:] = [other for other in _totals if other is not totals]
 
 
+def timing() -> bool:
+    """Whether operators are timed now."""
+    return bool(_totals)
+
+
 @contextlib.contextmanager
 def time_operators() -> Iterator[OperatorSeconds]:
     """Seconds per operator name of this process inside the block."""

@@ -13,7 +13,16 @@ from jetrl_megatron import ops
 
 
 class PagedAttentionBackend(TorchNativeAttnBackend):
-    """Writing the pool and the metadata stay SGLang's; only the two attention kernels are replaced."""
+    """Writing the pool and the metadata stay SGLang's; only the two attention kernels are replaced.
+
+    A CUDA graph of decode needs no metadata of ours: it reads the request table, and the runner's own buffers of rows
+    and lengths."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None: ...
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padding attends the one key of SGLang's dummy slot."""
+        return 1
 
     def _run_sdpa_forward_extend(
         self,
@@ -34,11 +43,11 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         assert scaling is not None
         _require_plain(options)
         new = extend_seq_lens.tolist()
-        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
         spans = [torch.arange(p + 1, p + n + 1) for p, n in zip(extend_prefix_lens.tolist(), new, strict=True)]
         kv_len = torch.cat(spans).to(query.device)
         cu = [0, *accumulate(new)]
-        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, kv_len, scaling))
+        attended = ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, cu, kv_len, scaling)
+        return output.copy_(attended)
 
     def _run_sdpa_forward_decode(
         self,
@@ -53,12 +62,11 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
         scaling: float | None = None,
         **options: Any,
     ) -> Tensor:
-        """query [B, H, D]: one new token per sequence."""
+        """query [B, H, D]: one new token per sequence; nothing here is read by the host."""
         assert scaling is not None
         _require_plain(options)
-        table = req_to_token[req_pool_indices, : int(seq_lens.max())]
-        cu = list(range(len(query) + 1))
-        return output.copy_(ops.paged_attention(query, k_cache, v_cache, table, cu, seq_lens.long(), scaling))
+        attended = ops.paged_attention(query, k_cache, v_cache, req_to_token, req_pool_indices, None, seq_lens, scaling)
+        return output.copy_(attended)
 
 
 def _require_plain(options: dict[str, Any]) -> None:

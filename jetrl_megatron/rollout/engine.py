@@ -79,7 +79,8 @@ class RolloutEngine(Protocol):
 class EngineSpec:
     """How to start one engine. model_dir: folder with config.json (weights arrive by `load_weights`); expert_parallel:
     1, or all tensor_parallel ranks share the experts; record_routes: completions carry the routed experts; first_gpu:
-    the engine takes tensor_parallel GPUs from there on, of those that CUDA_VISIBLE_DEVICES leaves; None: on the CPU."""
+    the engine takes tensor_parallel GPUs from there on, of those that CUDA_VISIBLE_DEVICES leaves; None: on the CPU;
+    cuda_graphs: decode through CUDA graphs, where the engine has a GPU and its kernels read nothing on the host."""
 
     model_dir: Path
     method: str
@@ -94,6 +95,7 @@ class EngineSpec:
     expert_parallel: int = 1
     record_routes: bool = False
     first_gpu: int | None = None
+    cuda_graphs: bool = False
 
     @property
     def flow_folder(self) -> Path:
@@ -128,8 +130,10 @@ class EngineSpec:
         }
         if self.first_gpu is not None:
             args["base_gpu_id"] = self.first_gpu
-            # Our attention reads the lengths of sequences on the host, which a graph cannot replay.
-            args |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+            # Sums over ranks call torch.distributed, whose capture nothing here has shown: such engines decode eagerly.
+            graphs = self.cuda_graphs and self.tensor_parallel == 1
+            args["cuda_graph_backend_decode"] = "full" if graphs else "disabled"
+            args["cuda_graph_backend_prefill"] = "disabled"  # prefill reads lengths on the host
         if self.port:
             args["port"] = self.port
         return args

@@ -21,15 +21,16 @@ from jetrl_megatron import ops
 from jetrl_megatron.fp8 import (
     BLOCK,
     E4M3,
-    Fp8Recipe,
+    Fp8Experts,
     Fp8Tensor,
-    Fp8Weight,
+    GridSlice,
     expand_weight_scale,
     num_segments_for,
     whole,
 )
 from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
-from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError, weight_generation
+from jetrl_megatron.rollout.prepared import exact_weight
+from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError
 
 if TYPE_CHECKING:
     from jetrl_megatron.rollout.quantization import JetrlConfig
@@ -45,10 +46,7 @@ class RouterMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         assert bias is None
-        cached = layer.__dict__.get("jetrl_prepared")
-        if cached is None or cached[0] != weight_generation():
-            cached = layer.__dict__["jetrl_prepared"] = (weight_generation(), ops.ExactWeight.of(layer.weight))
-        return ops.router(x, layer.weight, cached[1])
+        return ops.router(x, layer.weight, exact_weight(layer))
 
 
 def route(hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -128,26 +126,27 @@ class ExpertsMethod(FusedMoEMethodBase):
         x = dispatch_output.hidden_states
         weights, experts = dispatch_output.topk_output[:2]
         num_tokens, top_k = experts.shape
-        pairs, num_rows = pairs_by_expert(experts, layer.moe_ep_rank * layer.num_local_experts, layer.num_local_experts)
-        outputs = x.new_zeros(num_tokens * top_k, x.shape[1])
-        outputs[pairs] = self.run(layer, x[pairs // top_k], num_rows)
+        pairs, offsets = pairs_by_expert(experts, layer.moe_ep_rank * layer.num_local_experts, layer.num_local_experts)
+        outputs = x.new_empty(num_tokens * top_k, x.shape[1])
+        outputs[pairs] = self.run(layer, x[pairs // top_k], offsets)
         if layer.moe_ep_size > 1:  # every pair is computed on one rank: only zeros are added
             outputs = sum_on_rank_0(outputs, tree=False)
         return StandardCombineInput(ops.moe_combine(outputs.view(num_tokens, top_k, -1), weights, experts))
 
-    def run(self, layer: Any, rows: Tensor, num_rows: list[int]) -> Tensor:
-        """Rows sorted by expert [R, H] -> [R, H]; with tensor parallelism the sum on rank 0, zeros elsewhere."""
+    def run(self, layer: Any, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Rows sorted by expert [R, H], those of expert e at offsets[e] to offsets[e + 1] -> [R, H], zeros in rows of
+        other ranks' experts; with tensor parallelism the sum on rank 0, zeros elsewhere."""
         raise NotImplementedError
 
 
-def pairs_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, list[int]]:
-    """The pairs (token, slot) of ids [T, k] that go to experts first .. first + count - 1: token * k + slot [R], sorted
-    by expert and then by token, and how many there are per expert."""
-    flat = experts.flatten().long()
-    order = flat.argsort(stable=True)
-    num_pairs = torch.bincount(flat, minlength=first + count).tolist()
-    start, num_rows = sum(num_pairs[:first]), num_pairs[first : first + count]
-    return order[start : start + sum(num_rows)], num_rows
+def pairs_by_expert(experts: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """All pairs (token, slot) of ids [T, k], as token * k + slot [T * k]: first those of experts first .. first + count
+    - 1, sorted by expert and then by token, then the others; and where these experts' pairs begin and end, [count + 1].
+    Nothing is read on the host."""
+    local = experts.flatten().long() - first
+    local = torch.where((local >= 0) & (local < count), local, count)
+    ordered, pairs = local.sort(stable=True)
+    return pairs, torch.searchsorted(ordered, torch.arange(count + 1, device=ordered.device))
 
 
 class Fp8ExpertsMethod(ExpertsMethod):
@@ -176,33 +175,33 @@ class Fp8ExpertsMethod(ExpertsMethod):
             self.register(layer, name, "weight_scale_inv", scale)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Invalidate what was derived from older bytes; parameters keep their identity across syncs."""
-        layer.jetrl_w13 = self._prepare(layer.w13_weight, layer.w13_weight_scale_inv)
-        layer.jetrl_w2 = self._prepare(layer.w2_weight, layer.w2_weight_scale_inv)
+        """Prepare the weights; later versions are written into the same memory, which captured CUDA graphs read."""
+        if "jetrl_w13" in layer.__dict__:
+            layer.jetrl_w13.refresh()
+            layer.jetrl_w2.refresh()
+            return
+        inner, hidden = layer.w2_weight.shape[2], layer.w2_weight.shape[1]
+        layer.jetrl_w13 = self._experts(layer.w13_weight, layer.w13_weight_scale_inv, _gate_and_up(inner))
+        layer.jetrl_w2 = self._experts(layer.w2_weight, layer.w2_weight_scale_inv, whole(hidden))
 
-    def _prepare(self, weight: Tensor, scale: Tensor) -> list[Fp8Weight]:
-        return [
-            Fp8Weight.of(Fp8Tensor(data, rows, self.config.fmt), whole(data.shape[0]))
-            for data, rows in zip(weight.data, scale.data, strict=True)
-        ]
+    def _experts(self, weight: Tensor, scale: Tensor, slices: list[GridSlice]) -> Fp8Experts:
+        return Fp8Experts(Fp8Tensor(weight.data, scale.data, self.config.fmt), slices)
 
-    def run(self, layer: Any, rows: Tensor, num_rows: list[int]) -> Tensor:
-        recipe, tree, size = Fp8Recipe(self.config.fmt), self.config.tp_invariant, layer.moe_tp_size
-        gate_up = ops.fp8_grouped_linear(rows, num_rows, list(layer.w13_weight), layer.jetrl_w13, recipe)
+    def run(self, layer: Any, rows: Tensor, offsets: Tensor) -> Tensor:
+        tree, size = self.config.tp_invariant, layer.moe_tp_size
+        gate_up = ops.fp8_routed_linear(rows, offsets, layer.jetrl_w13)
         inner = layer.w2_weight.shape[2]
         segments = num_segments_for(-(-inner * size // BLOCK)) if tree else 1
         if tree and segments % size:
             raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
         reduce = partial(sum_on_rank_0, tree=tree) if size > 1 else None
-        return ops.fp8_grouped_linear(
-            ops.swiglu(gate_up, self.config.fmt),
-            num_rows,
-            list(layer.w2_weight),
-            layer.jetrl_w2,
-            recipe,
-            max(segments // size, 1),
-            reduce,
-        )
+        hidden = ops.swiglu(gate_up, self.config.fmt)
+        return ops.fp8_routed_linear(hidden, offsets, layer.jetrl_w2, max(segments // size, 1), reduce)
+
+
+def _gate_and_up(inner: int) -> list[GridSlice]:
+    """Where the rows of w13 lie on the grids of gate_proj and up_proj; shards cut no block."""
+    return [GridSlice(torch.arange(i * inner, (i + 1) * inner), 0, inner) for i in range(2)]
 
 
 class Bf16ExpertsMethod(ExpertsMethod):
@@ -211,16 +210,18 @@ class Bf16ExpertsMethod(ExpertsMethod):
     dtype = torch.bfloat16
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the weights of this version."""
-        across = maximum if layer.moe_tp_size > 1 else None
-        layer.jetrl_w13 = [ops.ExactWeight.of(weight) for weight in layer.w13_weight]
-        layer.jetrl_w2 = [ops.ExactWeight.of(weight, across) for weight in layer.w2_weight]
-
-    def run(self, layer: Any, rows: Tensor, num_rows: list[int]) -> Tensor:
-        hidden = ops.swiglu(ops.grouped_linear(rows, num_rows, list(layer.w13_weight), layer.jetrl_w13))
+        """Prepare the weights of this version. On GPUs that is the weights themselves."""
+        layer.jetrl_w13 = ops.ExactExperts.of(layer.w13_weight)
         if layer.moe_tp_size == 1:
-            return ops.grouped_linear(hidden, num_rows, list(layer.w2_weight), layer.jetrl_w2)
-        experts = zip(hidden.split(num_rows), layer.w2_weight, layer.jetrl_w2, strict=True)
+            layer.jetrl_w2 = ops.ExactExperts.of(layer.w2_weight)
+        else:
+            layer.jetrl_w2 = [ops.ExactWeight.of(weight, maximum) for weight in layer.w2_weight]
+
+    def run(self, layer: Any, rows: Tensor, offsets: Tensor) -> Tensor:
+        hidden = ops.swiglu(ops.routed_linear(rows, offsets, layer.w13_weight, layer.jetrl_w13))
+        if layer.moe_tp_size == 1:
+            return ops.routed_linear(hidden, offsets, layer.w2_weight, layer.jetrl_w2)
+        experts = zip(hidden.split(offsets.diff().tolist()), layer.w2_weight, layer.jetrl_w2, strict=True)
         outputs = [ops.row_parallel_linear(*expert, maximum, exact_sum) for expert in experts if len(expert[0])]
         y = torch.cat(outputs) if outputs else rows
         return torch.zeros_like(y) if dist.get_rank(tp_group()) else y

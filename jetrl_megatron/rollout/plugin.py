@@ -20,7 +20,8 @@ from jetrl_megatron import ops
 from jetrl_megatron.atomic import write_atomic
 from jetrl_megatron.fp8 import Fp8Format
 from jetrl_megatron.native.tensors import use_threads
-from jetrl_megatron.ops.timing import start_operator_times
+from jetrl_megatron.ops.recorder import recording
+from jetrl_megatron.ops.timing import start_operator_times, timing
 from jetrl_megatron.rollout.environment import (
     engine_threads,
     is_engine_process,
@@ -28,9 +29,11 @@ from jetrl_megatron.rollout.environment import (
     precision_flow_folder,
 )
 from jetrl_megatron.rollout.flow import FlowRecorder
+from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.sampler import sample_tokens
-from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest, weight_generation
+from jetrl_megatron.rollout.weight_loader import WeightSyncError, last_digest
 
+_GRAPHS = "model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _UPDATER = "model_executor.model_runner_components.weight_updater.WeightUpdater"
 METHODS = ("jetrl_fp8", "jetrl_bf16")
 
@@ -81,6 +84,7 @@ def _register_operator_hooks() -> None:
     around: dict[str, Callable[..., Any]] = {
         f"{_UPDATER}.update_weights_from_tensor": _report_sync_error,
         "model_executor.model_runner.ModelRunner.load_model": _check_model,
+        f"{_GRAPHS}.can_run_graph": _unless_watched,
         "models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__": _moe_block,
     }
     folder = precision_flow_folder()
@@ -165,7 +169,10 @@ def _rope(
         raise NotImplementedError("partial or interleaved rope; rule: the half-split layout over the whole head")
     table = self.__dict__.get("jetrl_table")
     if table is None:
-        table = self.__dict__["jetrl_table"] = ops.RopeTable(float(self.base), self.head_size, _llama3_scaling(self))
+        table = ops.RopeTable(
+            float(self.base), self.head_size, int(self.max_position_embeddings), _llama3_scaling(self)
+        )
+        self.__dict__["jetrl_table"] = table
     positions = positions.flatten()
 
     def rotate(x: Tensor) -> Tensor:
@@ -197,10 +204,7 @@ def _lm_head(
 ) -> Tensor:
     """fp32 logits of this rank's vocabulary shard."""
     assert embedding_bias is None
-    cached = lm_head.__dict__.get("jetrl_prepared")
-    if cached is None or cached[0] != weight_generation():
-        cached = lm_head.__dict__["jetrl_prepared"] = (weight_generation(), ops.ExactWeight.of(lm_head.weight))
-    return ops.lm_head(hidden_states, lm_head.weight, cached[1])
+    return ops.lm_head(hidden_states, lm_head.weight, exact_weight(lm_head))
 
 
 def _input_logprobs(
@@ -232,6 +236,11 @@ def _report_sync_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     except WeightSyncError as error:
         return False, str(error)
     return success, last_digest() if success and last_digest() else message
+
+
+def _unless_watched(original: Callable[..., bool], self: Any, forward_batch: Any) -> bool:
+    """A replayed CUDA graph runs none of our operators' Python: nothing could be recorded, nor timed."""
+    return not (recording() or timing()) and original(self, forward_batch)
 
 
 def _moe_block(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

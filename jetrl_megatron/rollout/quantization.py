@@ -27,6 +27,7 @@ from jetrl_megatron.fp8 import (
     Fp8Recipe,
     Fp8Tensor,
     Fp8Weight,
+    GridSlice,
     expand_weight_scale,
     num_segments_for,
     quantize_weight,
@@ -35,7 +36,8 @@ from jetrl_megatron.fp8 import (
 from jetrl_megatron.fp8.backends import use_backend
 from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
 from jetrl_megatron.rollout.experts import Bf16ExpertsMethod, ExpertsMethod, Fp8ExpertsMethod, RouterMethod
-from jetrl_megatron.rollout.weight_loader import WeightSyncError, weight_generation
+from jetrl_megatron.rollout.prepared import exact_weight
+from jetrl_megatron.rollout.weight_loader import WeightSyncError
 
 _PART_OF_SHARD = {"q": 0, "k": 1, "v": 2, None: 0}
 
@@ -156,9 +158,12 @@ class Fp8LinearMethod(LinearMethodBase):
         layer.jetrl_loaded.add((part, what))
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Invalidate what was derived from older bytes; parameters keep their identity across syncs."""
+        """Prepare the weight; later versions are written into the same memory, which captured CUDA graphs read."""
+        if "jetrl_weight" in layer.__dict__:
+            layer.jetrl_weight.refresh()
+            return
         tensor = Fp8Tensor(layer.weight.data, layer.weight_scale_inv.data, self.config.fmt)
-        layer.jetrl_weight = Fp8Weight.of(tensor, whole(layer.weight.shape[0]))
+        layer.jetrl_weight = Fp8Weight.of(tensor, _slices(layer))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if isinstance(layer, RowParallelLinear):
@@ -187,16 +192,13 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         across = isinstance(layer, RowParallelLinear) and get_group_rank_size(layer.tp_group)[1] > 1
-        cached = layer.__dict__.get("jetrl_prepared")
-        if cached is None or cached[0] != weight_generation():
-            prepared = ops.ExactWeight.of(layer.weight, maximum if across else None)
-            cached = layer.__dict__["jetrl_prepared"] = (weight_generation(), prepared)
+        weight = exact_weight(layer, maximum if across else None)
         if across:
-            y = ops.row_parallel_linear(x, layer.weight, cached[1], maximum, exact_sum)
+            y = ops.row_parallel_linear(x, layer.weight, weight, maximum, exact_sum)
             if dist.get_rank(tp_group()):
                 y = torch.zeros_like(y)
         else:
-            y = ops.linear(x, layer.weight, cached[1])
+            y = ops.linear(x, layer.weight, weight)
         return y if bias is None else ops.bias_add(y, bias)
 
 
@@ -243,6 +245,19 @@ def _columns(layer: Any, whole_tensor: Tensor, width: int) -> Tensor:
     """This rank's columns [N, width] of a row-parallel tensor [N, size * width]."""
     rank, size = get_group_rank_size(layer.tp_group)
     return whole_tensor[:, rank * width : (rank + 1) * width] if size > 1 else whole_tensor
+
+
+def _slices(layer: Any) -> list[GridSlice]:
+    """Where this rank's rows lie on the grids of their Hugging Face tensors."""
+    if isinstance(layer, RowParallelLinear):
+        return whole(layer.weight.shape[0])
+    ids = "qkv" if isinstance(layer, QKVParallelLinear) else range(len(layer.jetrl_parts))
+    slices, first = [], 0
+    for shard_id, count in zip(ids, layer.jetrl_parts, strict=True):
+        rank, size = _shard_of(layer, shard_id)
+        slices.append(GridSlice(torch.arange(first, first + count), rank * count, size * count))
+        first += count
+    return slices
 
 
 def _part(shard_id: Any) -> int:

@@ -245,6 +245,7 @@ def _start_engines(
             port=rollout.port_base + 100 * i if rollout.port_base else 0,
             log_file=run_dir / files.LOGS / f"engine_{i}.log",
             first_gpu=place.first_gpu,
+            cuda_graphs=rollout.cuda_graphs and active_name() != "emulated",
         )
         for i, place in enumerate(places)
     ]

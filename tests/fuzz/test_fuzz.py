@@ -137,13 +137,15 @@ def test_attention(seed: int, lengths: list[int], groups: int, per_group: int, d
     k_pool, v_pool = torch.empty_like(k), torch.empty_like(v)
     k_pool[slots], v_pool[slots] = k, v
     for b, length in enumerate(lengths):
-        table = slots[cu[b] : cu[b + 1]].int().unsqueeze(0)
+        row = torch.tensor([seed % 3])
+        table = torch.zeros(3, length, dtype=torch.int32)
+        table[row] = slots[cu[b] : cu[b + 1]].int()
         first = max(0, length - chunk)
         rows, kv_len = slice(cu[b] + first, cu[b + 1]), torch.arange(first + 1, length + 1)
-        part = (q[rows], k_pool, v_pool, table, [0, length - first], kv_len, scale)
+        part = (q[rows], k_pool, v_pool, table, row, [0, length - first], kv_len, scale)
         assert torch.equal(ops.paged_attention(*part), full[rows])
         assert torch.equal(reference.attention(*part), full[rows])
-        last = (q[rows][-1:], k_pool, v_pool, table, [0, 1], kv_len[-1:], scale)
+        last = (q[rows][-1:], k_pool, v_pool, table, row, None, kv_len[-1:], scale)
         assert torch.equal(ops.paged_attention(*last), full[rows][-1:])
 
 

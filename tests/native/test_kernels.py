@@ -255,12 +255,14 @@ def test_attention(level: int, heads: int, groups: int, dim: int, spread: float)
     for i, length in enumerate(lengths):
         table[i, :length] = pool[cu[i] : cu[i + 1]].int()
     kv_len = torch.cat([torch.arange(1, n + 1) for n in lengths])
-    whole_rows = (q, k_pool, v_pool, table, cu, kv_len, dim**-0.5)
+    everyone = torch.arange(len(lengths))
+    whole_rows = (q, k_pool, v_pool, table, everyone, cu, kv_len, dim**-0.5)
     assert same(fast.attention(*whole_rows), reference.attention(*whole_rows))
     last = torch.tensor(cu[1:]) - 1
-    decode = (q[last], k_pool, v_pool, table, list(range(len(lengths) + 1)), torch.tensor(lengths), dim**-0.5)
+    order = torch.tensor([3, 0, 4, 1])
+    decode = (q[last[order]], k_pool, v_pool, table, order.int(), None, torch.tensor(lengths)[order], dim**-0.5)
     assert same(fast.attention(*decode), reference.attention(*decode))
-    assert same(fast.attention(*decode), fast.attention(*whole_rows)[last])
+    assert same(fast.attention(*decode), fast.attention(*whole_rows)[last[order]])
 
 
 def test_threads_change_nothing(level: int) -> None:
@@ -274,7 +276,7 @@ def test_threads_change_nothing(level: int) -> None:
         return [
             fp8_matmul(x, weight),
             fast.linear(x, fast.prepare_linear(w)),
-            fast.attention(q, q[:, :2], q[:, 2:], table, [0, 100], kv_len, 0.125),
+            fast.attention(q, q[:, :2], q[:, 2:], table, torch.tensor([0]), [0, 100], kv_len, 0.125),
             fast.rmsnorm(x, w[0], 1e-6),
             fast.add_rmsnorm(x, x.flip(0), w[0], 1e-6, FORMATS[0])[2].data,
             fast.swiglu_quantize(x, FORMATS[0])[1].data,

@@ -135,7 +135,7 @@ def row_operators() -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor]]:
     """name: (function of rows, 67 rows)."""
     x, w = gauss((67, H), 10), gauss((H,), 11)
     linear_w, (fp8_w, fp8) = gauss((130, H), 12, 0.05), fp8_weight(130, H)
-    exact, table = ops.ExactWeight.of(linear_w), ops.RopeTable(1e4, 64)
+    exact, table = ops.ExactWeight.of(linear_w), ops.RopeTable(1e4, 64, 4096)
     heads = gauss((67, 5 * 64 + 1), 13)
     heads[:, -1] = torch.arange(67) * 3  # the position travels with the row
     logits = torch.cat([gauss((67, V), 14).float() * 4, torch.arange(67.0)[:, None]], 1)  # the target too

@@ -31,7 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, positions: Tensor) -> Tensor:
-    table = ops.RopeTable(1e4, x.shape[-1])
+    table = ops.RopeTable(1e4, x.shape[-1], 4096)
     table.lookup(torch.arange(3))  # a table that was last used elsewhere
     return ops.rope(x, positions, table)
 
@@ -95,12 +95,12 @@ def test_results_are_where_the_inputs_are(name: str) -> None:
 
 
 def test_paged_attention_from_another_page_order() -> None:
-    """Decode from a pool on the device, host-side offsets."""
+    """Decode from a pool on the device, two rows of a table of three requests."""
     q, k, v = (randn(6, heads, 16).bfloat16() for heads in (4, 2, 2))
-    table, lengths = torch.tensor([[3, 1, 5], [0, 2, 4]]), torch.tensor([3, 2])
-    expected = reference.attention(q[:2], k, v, table, [0, 1, 2], lengths, 0.25)
+    table, rows, lengths = torch.tensor([[0, 2, 4], [9, 9, 9], [3, 1, 5]]), torch.tensor([2, 0]), torch.tensor([3, 2])
+    expected = reference.attention(q[:2], k, v, table, rows, None, lengths, 0.25)
     with pretending():
-        moved = [Pretended(x) for x in (q[:2].clone(), k, v, table)]
-        found = ops.paged_attention(*moved, [0, 1, 2], Pretended(lengths), 0.25)
+        moved = [Pretended(x) for x in (q[:2].clone(), k, v, table, rows)]
+        found = ops.paged_attention(*moved, None, Pretended(lengths), 0.25)
     assert isinstance(found, Pretended)
     assert torch.equal(found.held, expected)

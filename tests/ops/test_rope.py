@@ -43,7 +43,7 @@ def test_rotates_as_transformers(theta: float, head_dim: int, scaling: dict[str,
 
     positions = torch.cat([torch.arange(300), torch.tensor([1023, 1024, 1500])])
     cos, sin = transformers_cos_sin(theta, head_dim, scaling, positions)
-    table = ops.RopeTable(theta, head_dim, scaling)
+    table = ops.RopeTable(theta, head_dim, 1501, scaling)
     ours = table.lookup(positions)
     for mine, theirs in zip(ours, (cos[0], sin[0]), strict=True):
         assert mine.dtype == torch.float32
@@ -57,26 +57,29 @@ def test_rotates_as_transformers(theta: float, head_dim: int, scaling: dict[str,
 
 def test_llama3_scaling_changes_something() -> None:
     """Negative control: the scaled table is not the plain one, and its highest frequency is unchanged."""
-    plain, scaled = (ops.RopeTable(1e4, 64, s).inverse_frequencies() for s in (None, LLAMA3))
+    plain, scaled = (ops.RopeTable(1e4, 64, 1, s).inverse_frequencies() for s in (None, LLAMA3))
     assert plain[0] == scaled[0]
     torch.testing.assert_close(scaled[-1], plain[-1] / 8)
     assert ((plain / 8 - 1e-12 <= scaled) & (scaled <= plain)).all()
 
 
-def test_the_table_does_not_depend_on_how_it_grew() -> None:
-    """A position's cos and sin have the same bits whether the table grew in one step or position by position."""
-    once, slowly = ops.RopeTable(1e4, 128), ops.RopeTable(1e4, 128)
+def test_a_position_does_not_depend_on_the_length_of_the_table() -> None:
+    """A position's cos and sin have the same bits in tables of every length that has it; a longer position is an
+    error."""
     positions = torch.tensor([0, 5, 1023, 1024, 3000, 4100])
-    expected = once.lookup(positions)
+    expected = ops.RopeTable(1e4, 128, 5000).lookup(positions)
     for i, position in enumerate(positions):
-        cos, sin = slowly.lookup(position[None])
+        table = ops.RopeTable(1e4, 128, int(position) + 1)
+        cos, sin = table.lookup(position[None])
         assert torch.equal(cos[0], expected[0][i])
         assert torch.equal(sin[0], expected[1][i])
+        with pytest.raises(IndexError):
+            table.lookup(position[None] + 1)
 
 
 def test_the_gradient_is_the_inverse_rotation() -> None:
     """Rotation is orthogonal: the gradient is the incoming one rotated by -position (bf16 tolerance)."""
-    table = ops.RopeTable(1e4, 64)
+    table = ops.RopeTable(1e4, 64, 20)
     x = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     dy = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
     ops.rope(x, torch.arange(20), table).backward(dy)

@@ -4,11 +4,13 @@ Keys are taken in blocks of 64 that start at positions 0, 64, ... of the sequenc
 the page; a block that a query may not see changes nothing (its weights are exact zeros, the running maximum stays).
 The tile shape never changes. So prefill, chunked prefill and decode give a query the same bits. They are not the bits
 of `ops.reference.attention`, whose sums are exact: tensor cores and exp2 round, so that needs a tolerance.
-Shape letters: T queries, H heads, G key/value heads, D head dim, P slots, B sequences, L keys.
+Shape letters: T queries, H heads, G key/value heads, D head dim, P slots, B sequences, R requests, L keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,10 +32,9 @@ def attention_kernel(
     v_ptr: tl.tensor,
     out_ptr: tl.tensor,
     table_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
     kv_len_ptr: tl.tensor,
-    sequence_ptr: tl.tensor,
-    first_ptr: tl.tensor,
-    last_ptr: tl.tensor,
     scale: tl.tensor,
     table_stride: tl.tensor,
     num_groups: tl.tensor,
@@ -42,19 +43,26 @@ def attention_kernel(
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    DECODE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """One tile of queries of one sequence, times the PER_GROUP heads that share a key head."""
+    """One tile of queries of one sequence, times the PER_GROUP heads that share a key head. DECODE: tile i is query i,
+    the one of sequence i; else tiles hold (sequence, first query, end of the sequence's queries)."""
     tile, group = tl.program_id(0), tl.program_id(1)
     rows, keys, dims = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, DIM)
-    query = tl.load(first_ptr + tile) + rows // PER_GROUP
-    used = (query < tl.load(last_ptr + tile)) & (rows < (ROWS // PER_GROUP) * PER_GROUP)
+    if DECODE:
+        sequence, first, end = tile, tile, tile + 1
+    else:
+        place = tiles_ptr + tile * 3
+        sequence, first, end = tl.load(place), tl.load(place + 1), tl.load(place + 2)
+    query = first + rows // PER_GROUP
+    used = (query < end) & (rows < (ROWS // PER_GROUP) * PER_GROUP)
     lengths = tl.load(kv_len_ptr + query, mask=used, other=0)
     row = query.to(tl.int64) * (num_groups * PER_GROUP) + group * PER_GROUP + rows % PER_GROUP
     q_offsets = row[:, None] * head_dim + dims[None, :]
     q_mask = used[:, None] & (dims < head_dim)[None, :]
     q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
-    slots_ptr = table_ptr + tl.load(sequence_ptr + tile).to(tl.int64) * table_stride
+    slots_ptr = table_ptr + tl.load(rows_ptr + sequence).to(tl.int64) * table_stride
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
@@ -81,7 +89,14 @@ def attention_kernel(
 
 
 def plan_attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    cu_queries: Sequence[int] | None,
+    kv_len: Tensor,
+    scale: float,
 ) -> Plan[Tensor]:
     """The launch of `attention`."""
     _, heads, head_dim = q.shape
@@ -93,24 +108,17 @@ def plan_attention(
             f"heads: {heads} over {groups}, head_dim {head_dim}; rule: key heads divide the heads, at most {TILE_ROWS} "
             f"heads share one, head_dim at most {MAX_HEAD_DIM}; fix: precision.backend: emulated"
         )
-    per_tile = TILE_ROWS // (heads // groups)
-    tiles = [
-        (sequence, first, cu_queries[sequence + 1])
-        for sequence in range(len(cu_queries) - 1)
-        for first in range(cu_queries[sequence], cu_queries[sequence + 1], per_tile)
-    ]
-    sequence, first, last = torch.tensor(tiles, dtype=torch.int32).view(-1, 3).t().contiguous().to(q.device)
+    tiles = None if cu_queries is None else _tiles(cu_queries, TILE_ROWS // (heads // groups)).to(q.device)
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)  # queries of no sequence stay zero
     arguments: dict[str, Any] = {
         "q_ptr": q.contiguous(),
         "k_ptr": k_pool.contiguous(),
         "v_ptr": v_pool.contiguous(),
         "out_ptr": out,
-        "table_ptr": table.to(torch.int32).contiguous(),
-        "kv_len_ptr": kv_len.to(torch.int32).contiguous(),
-        "sequence_ptr": sequence,
-        "first_ptr": first,
-        "last_ptr": last,
+        "table_ptr": table.contiguous(),
+        "rows_ptr": rows.contiguous(),
+        "tiles_ptr": tiles,
+        "kv_len_ptr": kv_len.contiguous(),
         "scale": scale,
         "table_stride": table.shape[1],
         "num_groups": groups,
@@ -121,14 +129,32 @@ def plan_attention(
         "DIM": max(16, triton.next_power_of_2(head_dim)),
         "ROWS": TILE_ROWS,
         "KEYS": TILE_KEYS,
+        "DECODE": tiles is None,
         "INTERPRETED": interpreting(),
     }
-    return Plan(attention_kernel, (len(tiles), groups), arguments, constants, out)
+    return Plan(attention_kernel, (len(q) if tiles is None else len(tiles), groups), arguments, constants, out)
+
+
+def _tiles(cu_queries: Sequence[int], per_tile: int) -> Tensor:
+    """int32 [tiles, 3]: sequence, first query, end of the sequence's queries."""
+    tiles = [
+        (sequence, first, end)
+        for sequence, (start, end) in enumerate(pairwise(cu_queries))
+        for first in range(start, end, per_tile)
+    ]
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 3)
 
 
 def attention(
-    q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, cu_queries: list[int], kv_len: Tensor, scale: float
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    cu_queries: Sequence[int] | None,
+    kv_len: Tensor,
+    scale: float,
 ) -> Tensor:
-    """As `ops.reference.attention`: q [T, H, D] bf16, pools [P, G, D] bf16, table [B, L]: pool slot of key j of
-    sequence b, cu_queries: B + 1 offsets, kv_len [T]: keys each query may see -> [T, H, D]; zeros where none."""
-    return plan_attention(q, k_pool, v_pool, table, cu_queries, kv_len, scale).run()
+    """As `ops.reference.attention`, of bf16 tensors on a GPU. In decode (cu_queries None) the host reads no tensor, and
+    the grid depends on shapes alone."""
+    return plan_attention(q, k_pool, v_pool, table, rows, cu_queries, kv_len, scale).run()

@@ -10,9 +10,9 @@ from torch import Tensor
 from jetrl_megatron.fp8 import quantize as torch_form
 from jetrl_megatron.fp8.backends import TRITON_CAPABILITY, GroupLoops, gpu_unusable, joined
 from jetrl_megatron.fp8.format import Fp8Format, Fp8Tensor
-from jetrl_megatron.fp8.gemm import PreparedWeight, contraction_order
+from jetrl_megatron.fp8.gemm import Fp8Experts, PreparedWeight, contraction_order
 from jetrl_megatron.fp8.gpu import columns, quantize
-from jetrl_megatron.fp8.gpu.gemm import gemm_nt, grouped_gemm_nt
+from jetrl_megatron.fp8.gpu.gemm import gemm_nt, grouped_gemm_nt, routed_gemm_nt
 from jetrl_megatron.fp8.gpu.launch import interpreting, reachable
 
 
@@ -94,11 +94,30 @@ class TritonBackend(TritonQuantizer):
     def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         return gemm_nt((dy.data, dy.scale), (weight.codes, weight.scale.t()), dtype)
 
+    def fprop_routed(
+        self,
+        x: Tensor,
+        experts: Fp8Experts,
+        offsets: Tensor,
+        num_segments: int,
+        dtype: torch.dtype,
+        quantized: Fp8Tensor | None = None,
+    ) -> tuple[Tensor, list[Fp8Tensor]]:
+        """Numbers of rows stay on the device."""
+        check_one_chain(num_segments)
+        weights = experts.quantized
+        if quantized is None:
+            quantized = self.quantize_rows(x, weights.format)
+        y = routed_gemm_nt((quantized.data, quantized.scale), (weights.data, weights.scale), offsets, dtype)
+        return y, [quantized]
+
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         out = torch.float32 if main_grad is None else main_grad
         return gemm_nt((dy_t.data, dy_t.scale), (x_t.data, x_t.scale), out)
 
     def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        if len(dy) == 1:  # a lone group needs no table of GEMMs, which the host would copy to the device
+            return super().dgrad_grouped(dy, weights, dtype)
         num_rows = [len(rows.data) for rows in dy]
         out = torch.empty(sum(num_rows), weights[0].num_rows, dtype=dtype, device=dy[0].data.device)
         grouped_gemm_nt(
@@ -111,6 +130,8 @@ class TritonBackend(TritonQuantizer):
     def wgrad_grouped(
         self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
     ) -> list[Tensor]:
+        if len(dy_t) == 1:
+            return super().wgrad_grouped(dy_t, x_t, main_grads)
         shape, device = (len(dy_t[0].data), len(x_t[0].data)), dy_t[0].data.device
         new = [grad is None for grad in main_grads]
         assert all(new) or not any(new)

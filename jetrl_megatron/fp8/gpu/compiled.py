@@ -20,9 +20,9 @@ from jetrl_megatron.fp8.gpu.blocks import plan_exp32, plan_tree_sum
 from jetrl_megatron.fp8.gpu.columns import plan_both, plan_columns, plan_requantize
 from jetrl_megatron.fp8.gpu.elementwise import plan_moe_combine, plan_rope
 from jetrl_megatron.fp8.gpu.fused import plan_rmsnorm, plan_swiglu
-from jetrl_megatron.fp8.gpu.gemm import plan_gemm_nt, plan_grouped_gemm_nt
+from jetrl_megatron.fp8.gpu.gemm import plan_gemm_nt, plan_grouped_gemm_nt, plan_routed_gemm_nt
 from jetrl_megatron.fp8.gpu.launch import Plan, instructions, padded
-from jetrl_megatron.fp8.gpu.linear import plan_linear
+from jetrl_megatron.fp8.gpu.linear import plan_linear, plan_routed_linear
 from jetrl_megatron.fp8.gpu.logprob import plan_sum_exp
 from jetrl_megatron.fp8.gpu.quantize import plan_dequantize, plan_rows, plan_weight
 
@@ -84,10 +84,13 @@ def expectations() -> Iterator[Expectation]:
     yield from _linears()
     yield from _gemms()
     q, pool = _meta(512, 32, 128), _meta(4096, 8, 128)
-    counts = _meta(512, dtype=torch.int32)
-    plan = plan_attention(q, pool, pool, _meta(4, 1024, dtype=torch.int32), [0, 128, 512], counts, 0.088)
+    table, counts, requests = (_meta(*shape, dtype=torch.int32) for shape in ((64, 1024), (512,), (2,)))
     needed = ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "div.rn.f32", "mul.rn.f32", "add.rn.f32")
+    plan = plan_attention(q, pool, pool, table, requests, [0, 128, 512], counts, 0.088)
     yield Expectation("attention", plan, needed, allowed=r"ex2\.approx\..*")
+    requests, counts = (_meta(512, dtype=torch.int64) for _ in range(2))
+    plan = plan_attention(q, pool, pool, table, requests, None, counts, 0.088)
+    yield Expectation("attention, decode", plan, needed, allowed=r"ex2\.approx\..*")
 
 
 def _quantizing(fmt: Fp8Format, x: Tensor, vectors: tuple[str, ...]) -> Iterator[Expectation]:
@@ -140,6 +143,8 @@ def _linears() -> Iterator[Expectation]:
     yield Expectation("BF16 linear", plan_linear(_meta(8192, 4096), _meta(12288, 4096)), needed)
     yield Expectation("BF16 linear of one row", plan_linear(_meta(1, 4096), _meta(151936, 4096)), needed)
     yield Expectation("BF16 linear ragged", plan_linear(_meta(257, 1411), _meta(131, 1411)), needed)
+    experts, offsets = _meta(128, 1536, 2048), _meta(129, dtype=torch.int64)
+    yield Expectation("routed BF16 linear", plan_routed_linear(_meta(2048, 2048), experts, offsets), needed)
 
 
 def _gemms() -> Iterator[Expectation]:
@@ -152,6 +157,10 @@ def _gemms() -> Iterator[Expectation]:
     experts = [_meta(rows, 12288) for rows in (64, 200)]
     plan = plan_grouped_gemm_nt([(a[0][: len(e)], a[1][: len(e)]) for e in experts], [weight] * 2, experts, False)
     yield Expectation("grouped GEMM FProp", plan, needed, fma=True)
+    stacked = _meta(128, 1536, 2048, dtype=E4M3), _meta(128, 1536, 16, dtype=torch.float32)
+    offsets = _meta(129, dtype=torch.int64)
+    routed = plan_routed_gemm_nt(_operand(2048, 2048, 2048), stacked, offsets, torch.bfloat16)
+    yield Expectation("routed GEMM", routed, needed, fma=True)
     yield Expectation(
         "grouped GEMM ragged", plan_grouped_gemm_nt([ragged], [ragged], [_meta(257, 257)], False), needed, fma=True
     )

@@ -5,7 +5,8 @@ acc = fma(RN(scale_a * scale_b), partial, acc), K blocks ascending; one rounding
 One tile shape for every M, no split-K, no autotuning: a row's bits do not depend on the batch. The partial sums of
 tensor cores are not exact (section 2), so against the exact GEMM this needs a tolerance.
 
-A grouped launch is many such GEMMs, of one N, whose operands lie anywhere: experts.
+A grouped launch is many such GEMMs, of one N, whose operands lie anywhere: experts. A routed one takes rows sorted by
+expert and learns on the device how many each has: the host reads nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from jetrl_megatron.fp8.format import BLOCK, E4M3, num_blocks
 from jetrl_megatron.fp8.gpu.launch import Plan, check_matrix, interpreting
 from jetrl_megatron.fp8.gpu.rounding import interpreted_dot, narrow, round_to_bf16
-from jetrl_megatron.fp8.gpu.tiles import TILES_TOGETHER, tile_of_program
+from jetrl_megatron.fp8.gpu.tiles import TILES_TOGETHER, check_offsets, num_group_tiles, tile_of_group, tile_of_program
 
 TILE_M, TILE_N = 64, 128
 _FP32, _BF16, _ADD = range(3)
@@ -44,17 +45,17 @@ def _gemm_tile(
     scale_a_group: tl.tensor,
     scale_b_row: tl.tensor,
     scale_b_group: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
     B_ROWS: tl.constexpr,
     OUT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
-    TOGETHER: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
-    """This program's tile of D. B_ROWS: rows of B that share a scale, 1 or 128. OUT: 0 fp32, 1 bf16, 2 added to the
-    fp32 that is there."""
-    rows, columns = tile_of_program(m, n, TILE_M, TILE_N, TOGETHER)
+    """The tile of D at these rows (below m) and columns. B_ROWS: rows of B that share a scale, 1 or 128. OUT: 0 fp32,
+    1 bf16, 2 added to the fp32 that is there."""
     depth = tl.arange(0, TILE_K)
     has_row, has_column = rows < m, columns < n
     a_tile = a_ptr + rows[:, None] * stride_a + depth[None, :]
@@ -107,6 +108,7 @@ def gemm_nt_kernel(
     TOGETHER: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ) -> None:
+    rows, columns = tile_of_program(m, n, TILE_M, TILE_N, TOGETHER)
     _gemm_tile(
         a_ptr,
         b_ptr,
@@ -122,12 +124,13 @@ def gemm_nt_kernel(
         scale_a_group,
         scale_b_row,
         scale_b_group,
+        rows,
+        columns,
         B_ROWS,
         OUT,
         TILE_M,
         TILE_N,
         TILE_K,
-        TOGETHER,
         INTERPRETED,
     )
 
@@ -151,6 +154,7 @@ def grouped_gemm_nt_kernel(
     m, k = tl.load(row + 5).to(tl.int32), tl.load(row + 6).to(tl.int32)
     if tl.program_id(0) < tl.cdiv(m, TILE_M) * tl.cdiv(n, TILE_N):
         D_TYPE: tl.constexpr = tl.bfloat16 if OUT == 1 else tl.float32
+        rows, columns = tile_of_program(m, n, TILE_M, TILE_N, TOGETHER)
         _gemm_tile(
             tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float8e4nv)), ALIGNMENT),
             tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(tl.float8e4nv)), ALIGNMENT),
@@ -166,12 +170,69 @@ def grouped_gemm_nt_kernel(
             tl.load(row + 10),
             tl.load(row + 11),
             tl.load(row + 12),
+            rows,
+            columns,
             B_ROWS,
             OUT,
             TILE_M,
             TILE_N,
             TILE_K,
-            TOGETHER,
+            INTERPRETED,
+        )
+
+
+@triton.jit
+def routed_gemm_nt_kernel(
+    a_ptr: tl.tensor,
+    b_ptr: tl.tensor,
+    scale_a_ptr: tl.tensor,
+    scale_b_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    offset_ptr: tl.tensor,
+    num_groups: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    stride_a: tl.tensor,
+    stride_b: tl.tensor,
+    scale_a_row: tl.tensor,
+    scale_a_group: tl.tensor,
+    scale_b_row: tl.tensor,
+    scale_b_group: tl.tensor,
+    b_expert: tl.tensor,
+    scale_b_expert: tl.tensor,
+    GROUPS: tl.constexpr,
+    B_ROWS: tl.constexpr,
+    OUT: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+) -> None:
+    """One tile of one expert's rows; B and its scales: stacked, b_expert and scale_b_expert elements apart."""
+    expert, first, end = tile_of_group(offset_ptr, num_groups, TILE_M, GROUPS)
+    if end > 0:
+        _gemm_tile(
+            a_ptr,
+            b_ptr + expert.to(tl.int64) * b_expert,
+            scale_a_ptr,
+            scale_b_ptr + expert.to(tl.int64) * scale_b_expert,
+            out_ptr,
+            end,
+            n,
+            k,
+            stride_a,
+            stride_b,
+            scale_a_row,
+            scale_a_group,
+            scale_b_row,
+            scale_b_group,
+            first.to(tl.int64) + tl.arange(0, TILE_M),
+            tl.program_id(1).to(tl.int64) * TILE_N + tl.arange(0, TILE_N),
+            B_ROWS,
+            OUT,
+            TILE_M,
+            TILE_N,
+            TILE_K,
             INTERPRETED,
         )
 
@@ -278,3 +339,33 @@ def grouped_gemm_nt(a: Sequence[Operand], b: Sequence[Operand], out: Sequence[Te
     used = [g for g, (codes, _) in enumerate(a) if codes.numel()]
     if used:
         plan_grouped_gemm_nt([a[g] for g in used], [b[g] for g in used], [out[g] for g in used], add).run()
+
+
+def plan_routed_gemm_nt(a: Operand, b: Operand, offsets: Tensor, dtype: torch.dtype) -> Plan[Tensor]:
+    """The launch of `routed_gemm_nt`."""
+    (codes_b, scale_b), m = b, len(a[0])
+    num_groups, n, _ = codes_b.shape
+    check_offsets(offsets, num_groups)
+    out = torch.zeros(m, n, dtype=dtype, device=a[0].device)
+    first = codes_b[0], scale_b[0]
+    arguments = _problem(a, first, out) | {
+        "b_ptr": codes_b,
+        "scale_b_ptr": scale_b,
+        "offset_ptr": offsets,
+        "num_groups": num_groups,
+        "n": n,
+        "b_expert": codes_b.stride(0),
+        "scale_b_expert": scale_b.stride(0),
+    }
+    del arguments["m"]
+    constants = _constants(first, out, add=False) | {"GROUPS": triton.next_power_of_2(num_groups)}
+    del constants["TOGETHER"]
+    grid = (num_group_tiles(m, num_groups, TILE_M), triton.cdiv(n, TILE_N))
+    return Plan(routed_gemm_nt_kernel, grid, arguments, constants, out)
+
+
+def routed_gemm_nt(a: Operand, b: Operand, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """A [M, K], rows sorted by group, times the group's B [N, K] transposed, the bits of `gemm_nt`: B stacked [E, N, K]
+    with scales [E, N, G] or [E, ceil(N/128), G], rows of group e at offsets[e] to offsets[e + 1] (integers, read on the
+    device alone). Rows of no group are zero."""
+    return plan_routed_gemm_nt(a, b, offsets, dtype).run()

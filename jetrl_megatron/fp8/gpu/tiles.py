@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from jetrl_megatron.fp8.gpu.rounding import magnitude_bits, scale_of, to_e4m3
 
 TILES_TOGETHER = 8  # of a GEMM's tiles of M, which run side by side, so that they share B's tiles in the L2 cache
+
+
+def num_group_tiles(num_rows: int, num_groups: int, tile_m: int) -> int:
+    """How many tiles `num_rows` rows of that many groups take at most, however they are shared out."""
+    return min(num_rows, (num_rows + num_groups * (tile_m - 1)) // tile_m)
+
+
+def check_offsets(offsets: Tensor, num_groups: int) -> None:
+    if offsets.shape != (num_groups + 1,) or offsets.is_floating_point() or not offsets.is_contiguous():
+        raise ValueError(f"offsets: {offsets.dtype} {tuple(offsets.shape)}; rule: integers {(num_groups + 1,)}")
 
 
 @triton.jit
@@ -58,3 +69,21 @@ def tile_of_program(
     inside_wave = tl.program_id(0) % (TOGETHER * tiles_n)
     rows = (wave * TOGETHER + inside_wave % height).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
     return rows, (inside_wave // height).to(tl.int64) * TILE_N + tl.arange(0, TILE_N)
+
+
+@triton.jit
+def tile_of_group(
+    offset_ptr: tl.tensor, num_groups: tl.tensor, TILE_M: tl.constexpr, GROUPS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(group, its first row in the tile of M number program_id(0), the group's end), of rows that are sorted by group.
+    offset [num_groups + 1]: where the groups begin, and the end of the last. No tile has rows of two groups; an end of
+    0 says that there is no such tile. GROUPS: num_groups rounded up."""
+    index = tl.arange(0, GROUPS)
+    start = tl.load(offset_ptr + index, mask=index < num_groups, other=0)
+    end = tl.load(offset_ptr + index + 1, mask=index < num_groups, other=0)
+    num_tiles = (end - start + TILE_M - 1) // TILE_M
+    place = tl.program_id(0) - (tl.cumsum(num_tiles, 0) - num_tiles)
+    mine = (place >= 0) & (place < num_tiles)
+    group = tl.sum(tl.where(mine, index, 0), axis=0)
+    first = tl.sum(tl.where(mine, start + place * TILE_M, 0), axis=0)
+    return group, first, tl.sum(tl.where(mine, end, 0), axis=0)

@@ -73,6 +73,7 @@ def check(device: str, results: dict[str, Any]) -> bool:
         check_experts,
         check_linear,
         check_masked,
+        check_routed_linear,
         check_row_parallel,
     )
 
@@ -98,6 +99,7 @@ def check(device: str, results: dict[str, Any]) -> bool:
     agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
     experts = EXPERTS if device == "cuda" else SMALL_EXPERTS
     agreements += [a for name in names for a in check_experts(name, device, *experts)]
+    agreements += list(check_routed_linear(device, *experts))
     if "deep_gemm" in names:
         agreements += check_masked(device, *experts)
     rows = [

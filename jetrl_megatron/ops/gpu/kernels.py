@@ -16,6 +16,7 @@ from jetrl_megatron.fp8.gpu import fused
 from jetrl_megatron.fp8.gpu.attention import attention
 from jetrl_megatron.fp8.gpu.elementwise import moe_combine, rope
 from jetrl_megatron.fp8.gpu.linear import linear
+from jetrl_megatron.fp8.gpu.linear import routed_linear as _routed_linear
 from jetrl_megatron.fp8.gpu.logprob import sum_exp
 from jetrl_megatron.ops import reference
 
@@ -26,10 +27,12 @@ __all__ = [
     "linear",
     "logprob",
     "moe_combine",
+    "prepare_experts",
     "prepare_linear",
     "rmsnorm",
     "rmsnorm_quantize",
     "rope",
+    "routed_linear",
     "row_parallel_linear",
     "sample",
     "swiglu",
@@ -77,6 +80,15 @@ def _rows(x: Tensor) -> Tensor:
 def prepare_linear(weight: Tensor, weight_max: Tensor | None = None) -> Prepared:
     """The weight itself: it is read as it is, without a copy. weight_max: of the exact forms, unused here."""
     return weight
+
+
+def prepare_experts(weight: Tensor) -> Prepared:
+    """The stacked weights [E, N, K] themselves."""
+    return weight
+
+
+def routed_linear(x: Tensor, prepared: Prepared, offsets: Tensor) -> Tensor:
+    return _routed_linear(x.contiguous(), prepared, offsets)
 
 
 def row_parallel_linear(

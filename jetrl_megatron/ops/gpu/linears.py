@@ -3,13 +3,14 @@ bitwise: a row's result must not depend on the batch, nor on the run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, Fp8Weight, deep_gemm, quantize_weight, whole
+from jetrl_megatron.fp8 import Fp8Experts, Fp8Format, Fp8Tensor, Fp8Weight, deep_gemm, quantize_weight, whole
 from jetrl_megatron.fp8.backends import Backend, GroupLoops, load
 from jetrl_megatron.fp8.gemm import PreparedWeight
 from jetrl_megatron.fp8.gpu.linear import linear
@@ -59,7 +60,7 @@ def _problem(t: int, k: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _to(weight: PreparedWeight, device: str) -> PreparedWeight:
     order = None if weight.order is None else weight.order.to(device)
-    return PreparedWeight(weight.codes.to(device), weight.scale.to(device), weight.format, weight.num_columns, order)
+    return replace(weight, codes=weight.codes.to(device), scale=weight.scale.to(device), order=order)
 
 
 def check_linear(name: str, device: str, shape: tuple[int, int, int]) -> Iterator[Agreement]:
@@ -164,6 +165,24 @@ def _experts(counts: list[int], k: int, n: int, device: str) -> tuple[Tensor, Te
     return x.to(device), dy.to(device), [Fp8Weight.of(weight, whole(n)) for weight in there]
 
 
+def _stacked(weights: Sequence[Fp8Weight]) -> Fp8Experts:
+    parts = [weight.quantized for weight in weights]
+    codes = torch.stack([part.data.view(torch.uint8) for part in parts]).view(parts[0].data.dtype)
+    scale = torch.stack([part.scale for part in parts])
+    return Fp8Experts(Fp8Tensor(codes, scale, parts[0].format), weights[0].slices)
+
+
+def check_routed_linear(device: str, counts: list[int], k: int, n: int) -> Iterator[Agreement]:
+    """BF16 experts whose numbers of rows only the device knows, against one linear after the other, bitwise."""
+    x = _problem(sum(counts) + 3, k, n)[0].to(device)
+    weights = [_problem(1, k, n + e)[1][:n].to(device) for e in range(len(counts))]
+    offsets = torch.tensor([0, *itertools.accumulate(counts)], device=device)
+    parts = [linear(rows, weight) for rows, weight in zip(x[:-3].split(counts), weights, strict=True)]
+    wanted = torch.cat([*parts, torch.zeros(3, n, device=device)])
+    error = num_different(kernels.routed_linear(x, torch.stack(weights), offsets), wanted)
+    yield Agreement("triton", "routed BF16 linear = dense", f"rows={counts} K={k} N={n}", error, 0)
+
+
 def check_experts(name: str, device: str, counts: list[int], k: int, n: int) -> Iterator[Agreement]:
     """Grouped GEMMs against the same GEMMs one after the other, bitwise; an expert without rows among them."""
     x, dy, weights = _experts(counts, k, n, device)
@@ -173,6 +192,12 @@ def check_experts(name: str, device: str, counts: list[int], k: int, n: int) -> 
     y, _ = backend.fprop_grouped(rows, fprop, 1, torch.bfloat16)
     wanted, _ = GroupLoops.fprop_grouped(backend, rows, fprop, 1, torch.bfloat16)  # type: ignore[arg-type]
     yield Agreement(name, "grouped FProp = dense", case, num_different(y, wanted), 0)
+    experts = _stacked(weights)
+    offsets = torch.tensor([0, *itertools.accumulate(counts)], device=device)
+    spare = torch.cat([x, x[:3]])  # three rows of no expert
+    routed, _ = backend.fprop_routed(spare, experts, offsets, 1, torch.bfloat16)
+    wanted = torch.cat([y, torch.zeros_like(y[:3])])
+    yield Agreement(name, "routed FProp = grouped", case, num_different(routed, wanted), 0)
     operands = [backend.quantize_rows(group, fmt) for group in dy_rows]
     dx = backend.dgrad_grouped(operands, dgrad, torch.bfloat16)
     wanted = GroupLoops.dgrad_grouped(backend, operands, dgrad, torch.bfloat16)  # type: ignore[arg-type]

@@ -61,6 +61,8 @@ REPRESENTATIVE = (
     "GEMM of one row",
     "grouped GEMM FProp",
     "grouped GEMM WGrad",
+    "routed GEMM",
+    "routed BF16 linear",
     "GEMM WGrad",
     "attention",
 )
