@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +26,21 @@ from jetrl_megatron.fp8.gemm import Fp8Experts, PreparedWeight, prepare_transpos
 from jetrl_megatron.fp8.quantize import GridSlice
 from jetrl_megatron.fp8.recorder import differentiated, note
 
-OnGradient = Callable[[Tensor], None]
+
+class SharedInput(Protocol):
+    """A column-parallel linear's input among tensor-parallel ranks, each of which has all rows or a part of them, and
+    then a term of their gradient (`megatron/overlap.py`). What is started runs beside computation; the callables wait.
+    """
+
+    @property
+    def splits_rows(self) -> bool:
+        """Whether a rank has a part of the rows only."""
+
+    def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start gathering tensors along their first dim, over the ranks' rows."""
+
+    def add_up(self, dx: Tensor) -> Callable[[], Tensor]:
+        """Start the sum over ranks of dX [T, K], which must not be written afterwards: this rank's rows of it."""
 
 
 def quantize_weight(
@@ -86,6 +100,21 @@ def _fprop(
     return y, quantized
 
 
+def _fprop_gathered(
+    x: Tensor, weight: Fp8Weight, shared: SharedInput, dtype: torch.dtype
+) -> tuple[Tensor, list[Fp8Tensor]]:
+    """FProp of all ranks' rows, which travel as codes: all results, and the codes of this rank's rows."""
+    fmt = weight.fprop.format
+    assert fmt.granularity != "tensor"  # no row's scales depend on another rank's rows
+    mine = carried(x, fmt)
+    if mine is None:
+        mine = active().quantize_rows(x, fmt)
+    note("internal", "x", mine)
+    note("internal", "accumulator", torch.float32)
+    codes, scale = shared.gather([mine.data, mine.scale])()
+    return active().dgrad(Fp8Tensor(codes, scale, fmt), weight.fprop, dtype), [mine]
+
+
 def fp8_linear(
     x: Tensor,
     master: Tensor,
@@ -93,14 +122,14 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
-    on_dx: OnGradient | None = None,
+    shared: SharedInput | None = None,
 ) -> Tensor:
     """x [T, K] bf16 -> x @ W^T [T, N], the fp32 accumulator rounded once to `dtype`.
 
-    master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient. on_dx: in backward, told
-    dX [T, K] before WGrad is computed.
+    master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient. shared: ranks share x; if
+    they split its rows, all ranks' rows come out, and the recipe's saved activation is not `columnwise`.
     """
-    return fp8_grouped_linear(x, [len(x)], [master], [weight], recipe, num_segments, dtype, on_dx)
+    return fp8_grouped_linear(x, [len(x)], [master], [weight], recipe, num_segments, dtype, shared)
 
 
 def fp8_grouped_linear(
@@ -111,13 +140,15 @@ def fp8_grouped_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
-    on_dx: OnGradient | None = None,
+    shared: SharedInput | None = None,
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [T, K], sorted by group, num_rows per group -> [T, N]. The weights have
-    one shape."""
+    one shape. shared: of a lone group."""
     if torch.is_grad_enabled() and (x.requires_grad or any(master.requires_grad for master in masters)):
-        y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, on_dx, *masters)
+        y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, shared, *masters)
         return y
+    if shared is not None and shared.splits_rows:
+        return _fprop_gathered(x, weights[0], shared, dtype)[0]
     return _fprop(x, num_rows, weights, num_segments, dtype)[0]
 
 
@@ -144,13 +175,18 @@ class _Fp8Linear(torch.autograd.Function):
         recipe: Fp8Recipe,
         num_segments: int,
         dtype: torch.dtype,
-        on_dx: OnGradient | None,
+        shared: SharedInput | None,
         *masters: Tensor,
     ) -> Tensor:
         x = x.detach()
-        y, quantized = _fprop(x, num_rows, weights, num_segments, dtype)
-        ctx.num_rows, ctx.weights, ctx.recipe, ctx.masters, ctx.dtype = num_rows, weights, recipe, masters, x.dtype
-        ctx.on_dx = on_dx
+        ctx.weights, ctx.recipe, ctx.masters, ctx.dtype, ctx.shared = weights, recipe, masters, x.dtype, shared
+        if shared is not None and shared.splits_rows:
+            assert recipe.saved_activation != "columnwise"  # this rank's rows begin anywhere in a group of 128 tokens
+            y, quantized = _fprop_gathered(x, weights[0], shared, dtype)
+            ctx.num_rows = [len(y)]
+        else:
+            y, quantized = _fprop(x, num_rows, weights, num_segments, dtype)
+            ctx.num_rows = num_rows
         groups = x.split(list(num_rows))
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(*groups)
@@ -166,22 +202,25 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].to(ctx.dtype).split(list(ctx.num_rows))
         recipe, weights, masters = ctx.recipe, ctx.weights, ctx.masters
+        shared: SharedInput | None = ctx.shared
         need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
         assert need_dw == all(ctx.needs_input_grad[7:])  # weights of one call are trained or frozen together
         per_group = 1 if recipe.saved_activation == "bf16" else 2
         saved = [ctx.saved_tensors[i : i + per_group] for i in range(0, len(ctx.saved_tensors), per_group)]
+        arriving = shared.gather(saved[0]) if shared is not None and shared.splits_rows and need_dw else None
         operands: list[tuple[Fp8Tensor | None, Fp8Tensor | None]] = [(None, None)] * len(dy)
         if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weights[0].dgrad.order is None:
             operands = [active().quantize_both(rows, recipe.format) for rows in dy]
         dx = _dgrad(dy, [rows for rows, _ in operands], masters, weights, recipe) if need_dx else None
-        if dx is not None and ctx.on_dx is not None:
-            ctx.on_dx(dx)
+        summed = shared.add_up(dx) if shared is not None and dx is not None else None
+        if arriving is not None:
+            saved = [arriving()]
         dw: list[Tensor | None] = [None] * len(masters)
         if need_dw and recipe.wgrad == "fp8":
             dw = [*_wgrad(dy, [columns for _, columns in operands], saved, masters, recipe)]
         elif need_dw:
             dw = [_wgrad_bf16(*group, recipe) for group in zip(dy, saved, masters, strict=True)]
-        return dx, None, None, None, None, None, None, *dw
+        return dx if summed is None else summed(), None, None, None, None, None, None, *dw
 
 
 def _dgrad(

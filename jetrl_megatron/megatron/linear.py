@@ -13,7 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from torch import Tensor
 
 from jetrl_megatron import ops
@@ -54,6 +57,14 @@ class LinearPrecision:
         """In which an operator in front of a linear leaves its result quantized too. Not where bf16 activations are
         saved: their memory would keep the codes until backward."""
         return self.recipe.format if self.fp8 and self.recipe.saved_activation != "bf16" else None
+
+    @property
+    def rows_travel(self) -> bool:
+        """Whether sequence-parallel ranks quantize and keep their own rows of an input: not where codes or saved groups
+        of tokens depend on other ranks' rows."""
+        return not self.fp8 or (
+            self.recipe.saved_activation != "columnwise" and self.recipe.format.granularity != "tensor"
+        )
 
 
 class _PreciseLinear:
@@ -123,14 +134,15 @@ class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
         tp_group: dist.ProcessGroup | None = None,
         **_unused: Any,
     ) -> Tensor:
-        on_dx = None
+        if sequence_parallel and not self.precision.rows_travel:
+            input, sequence_parallel = gather_from_sequence_parallel_region(input, group=tp_group), False
+        shared = None
         if tp_group is not None and tp_group.size() > 1 and (allreduce_dgrad or sequence_parallel):
-            region = ColumnParallelInput(tp_group, sequence_parallel)
-            input, on_dx = region.enter(input), region.start
+            shared = ColumnParallelInput(tp_group, sequence_parallel)
         if self.precision.fp8:
-            y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe, on_dx=on_dx)
+            y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe, shared=shared)
         else:
-            y = ops.linear(input, weight, self.exact_weight(), on_dx)
+            y = ops.linear(input, weight, self.exact_weight(), shared)
         return y if bias is None else ops.bias_add(y, bias)
 
 

@@ -257,7 +257,7 @@ def build_policy(
         layer.self_attention.rope_table = table
         if dims.moe is not None:
             layer.mlp.router.configure(precision, dims.moe.renormalize)
-        if not parallel.sequence:  # else the linears read what was gathered, not the norm's own result
+        if not parallel.sequence or precision.rows_travel:  # else linears read what was gathered, not the norm's result
             layer.input_layernorm.fmt = precision.carried_format
             layer.pre_mlp_layernorm.fmt = precision.carried_format if dims.moe is None else None
     configured = 0

@@ -1,57 +1,59 @@
-"""Tensor-parallel communication of a column-parallel linear's input gradient while its WGrad is computed.
+"""Tensor-parallel communication of a column-parallel linear's input beside its GEMMs.
 
-As Megatron-Core's own linears do (`LinearWithGradAccumulationAndAsyncCommunication`): the linear says when dX is there,
-and the sum over ranks runs beside WGrad. The collective and its operand are those of Megatron's mappings, so the bits
-are theirs. On GPUs CUDA_DEVICE_MAX_CONNECTIONS=1 lets the collective start first.
+As Megatron-Core's own linears do (`LinearWithGradAccumulationAndAsyncCommunication`): under sequence parallelism a rank
+keeps its part of the rows and gathers the others again in backward, beside DGrad; the sum of dX over ranks runs beside
+WGrad. The collectives of gradients and their operands are those of Megatron's mappings, so the bits are theirs; what is
+gathered is not computed with. On GPUs CUDA_DEVICE_MAX_CONNECTIONS=1 lets the collectives start first.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class ColumnParallelInput:
-    """One call's input. group: tensor-parallel; sequence_parallel: ranks hold parts of the first dim of x, else x."""
+    """See `fp8.linear.SharedInput`. splits_rows: sequence parallelism, in the order of the group's ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-        self._group, self._sequence_parallel = group, sequence_parallel
+    group: dist.ProcessGroup
+    splits_rows: bool
 
-    def enter(self, x: Tensor) -> Tensor:
-        """x [S, ..., K] of this rank -> what the linear contracts, gathered along the first dim where it is split."""
-        y: Tensor = _Enter.apply(x, self)
-        return y
+    def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        whole, works = [], []
+        for part in parts:
+            out = torch.empty(part.shape[0] * self.group.size(), *part.shape[1:], dtype=part.dtype, device=part.device)
+            works.append(
+                dist.all_gather_into_tensor(_bytes(out), _bytes(part.contiguous()), group=self.group, async_op=True)
+            )
+            whole.append(out)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """`enter` without its gradient."""
-        return gather_from_sequence_parallel_region(x, group=self._group) if self._sequence_parallel else x.view_as(x)
+        def wait() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return whole
 
-    def start(self, dx: Tensor) -> None:
-        """Start the sum over ranks of dX [T, K], each rank's own term of it. dX must not be written afterwards."""
-        if self._sequence_parallel:
-            self._sum = dx.new_empty(dx.shape[0] // self._group.size(), *dx.shape[1:])
-            self._work = dist.reduce_scatter_tensor(self._sum, dx.contiguous(), group=self._group, async_op=True)
+        return wait
+
+    def add_up(self, dx: Tensor) -> Callable[[], Tensor]:
+        dx = dx.contiguous()
+        if self.splits_rows:
+            out = dx.new_empty(dx.shape[0] // self.group.size(), *dx.shape[1:])
+            work = dist.reduce_scatter_tensor(out, dx, group=self.group, async_op=True)
         else:
-            self._sum = dx.contiguous()
-            self._work = dist.all_reduce(self._sum, group=self._group, async_op=True)
+            out, work = dx, dist.all_reduce(dx, group=self.group, async_op=True)
 
-    def finish(self) -> Tensor:
-        """The sum, or this rank's rows of it."""
-        self._work.wait()
-        return self._sum
+        def wait() -> Tensor:
+            work.wait()
+            return out
+
+        return wait
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, region: ColumnParallelInput) -> Tensor:
-        ctx.region, ctx.shape = region, x.shape
-        return region.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_grads: Tensor) -> tuple[Tensor, None]:
-        """The gradient that comes is dX before the sum; `start` has it."""
-        return ctx.region.finish().view(ctx.shape), None
+def _bytes(x: Tensor) -> Tensor:
+    """FP8 as bytes: not every backend of torch.distributed moves it."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Experts, Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
-from jetrl_megatron.fp8.linear import Fp8Weight, OnGradient, accumulate_main_grad
+from jetrl_megatron.fp8.linear import Fp8Weight, SharedInput, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.linear import fp8_routed_linear as _fp8_routed_linear
@@ -128,15 +128,15 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     reduce: Reduce | None = None,
-    on_dx: OnGradient | None = None,
+    shared: SharedInput | None = None,
 ) -> Tensor:
     """x [..., K] -> [..., N] through the FP8 weight; `reduce` (over tensor-parallel ranks) sees the fp32 accumulator
-    before the one rounding. on_dx: in backward, told dX [T, K] before WGrad is computed."""
+    before the one rounding. shared: how ranks share x; if they split its first dim, all of it comes out."""
     dtype = x.dtype if reduce is None else torch.float32
-    y = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments, dtype, on_dx)
+    y = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments, dtype, shared)
     if reduce is not None:
         y = reduce(y).to(x.dtype)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return _as(y, x, shared)
 
 
 @operator("fp8_linear", weights="weight")
@@ -182,9 +182,9 @@ class ExactWeight:
 
 
 @operator("linear")
-def linear(x: Tensor, master: Tensor, weight: ExactWeight, on_dx: OnGradient | None = None) -> Tensor:
-    """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype. on_dx: as for `fp8_linear`."""
-    return _linear(x, master, weight, on_dx).to(x.dtype)
+def linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput | None = None) -> Tensor:
+    """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype. shared: as for `fp8_linear`."""
+    return _linear(x, master, weight, shared).to(x.dtype)
 
 
 @operator("linear")
@@ -273,18 +273,29 @@ def lm_head(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
     return _linear(x, master, weight)
 
 
-def _linear(x: Tensor, master: Tensor, weight: ExactWeight, on_dx: OnGradient | None = None) -> Tensor:
-    y = _apply_linear(lambda x2: kernels().linear(x2, weight.prepared), x.reshape(-1, x.shape[-1]), master, on_dx)
-    return y.view(*x.shape[:-1], master.shape[0])
+def _linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput | None = None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return _as(_apply_linear(lambda x2: kernels().linear(x2, weight.prepared), rows, master, shared), x, shared)
+
+
+def _as(y: Tensor, x: Tensor, shared: SharedInput | None) -> Tensor:
+    """y [T, N] in the shape of x [..., K], whose first dim ranks may split."""
+    if shared is not None and shared.splits_rows:
+        return y.view(-1, *x.shape[1:-1], y.shape[-1])
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _apply_linear(
-    forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, on_dx: OnGradient | None = None
+    forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput | None = None
 ) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
-        y: Tensor = _ExactLinear.apply(forward, x, master, on_dx)
+        y: Tensor = _ExactLinear.apply(forward, x, master, shared)
         return y
-    return forward(x)
+    return forward(_all_rows(x, shared))
+
+
+def _all_rows(x: Tensor, shared: SharedInput | None) -> Tensor:
+    return shared.gather([x])()[0] if shared is not None and shared.splits_rows else x
 
 
 @differentiated
@@ -293,24 +304,27 @@ class _ExactLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, on_dx: OnGradient | None
+        ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput | None
     ) -> Tensor:
         ctx.save_for_backward(x)
         note("saved", "x", x)
-        ctx.master, ctx.on_dx = master, on_dx
-        return forward(x)
+        ctx.master, ctx.shared = master, shared
+        return forward(_all_rows(x.detach(), shared))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
+        shared: SharedInput | None = ctx.shared
+        arriving = shared.gather([x]) if shared is not None and shared.splits_rows else None
         dy = grads[0].to(x.dtype)
         dx = dy @ ctx.master.detach().to(x.dtype) if ctx.needs_input_grad[1] else None
-        if dx is not None and ctx.on_dx is not None:
-            ctx.on_dx(dx)
+        summed = shared.add_up(dx) if shared is not None and dx is not None else None
+        if arriving is not None:
+            (x,) = arriving()
         dw = None
         if ctx.needs_input_grad[2]:
             dw = accumulate_main_grad(ctx.master, dy.float().t() @ x.float())
-        return None, dx, dw, None
+        return None, dx if summed is None else summed(), dw, None
 
 
 @operator("logprob")

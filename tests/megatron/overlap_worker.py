@@ -1,5 +1,5 @@
-"""Two tensor-parallel ranks: a column-parallel linear whose dX is summed beside WGrad against Megatron-Core's own
-mappings (`copy_to_...`, `gather_from_...`), whose sum runs after WGrad. Argument: output directory."""
+"""Two tensor-parallel ranks: a column-parallel linear that communicates beside its GEMMs against Megatron-Core's own
+mappings (`copy_to_...`, `gather_from_...`) around the same linear. Argument: output directory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from jetrl_megatron.fp8 import Fp8Recipe, Fp8Weight, quantize_weight, whole
 from jetrl_megatron.fp8 import linear as fp8_linear_module
 from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.overlap import ColumnParallelInput
-from jetrl_megatron.ops import operators
 from tests.support.launch import die_with_parent
 
 T, K, N = 24, 256, 128
@@ -34,21 +34,30 @@ def stock(x: Tensor, group: dist.ProcessGroup, sequence_parallel: bool) -> Tenso
     return y
 
 
+def kept_rows(y: Tensor) -> int:
+    """Rows of the longest activation that the linear behind y [S, 1, N] keeps."""
+    function: Any = y.grad_fn
+    while not function.name().startswith(("_Fp8Linear", "_ExactLinear")):
+        ((function, _),) = function.next_functions
+    return max(len(tensor) for tensor in function.saved_tensors)
+
+
 def gradients(
-    fp8: bool, x: Tensor, w: Tensor, enter: Callable[[Tensor], Tensor], on_dx: Callable[[Tensor], None] | None
-) -> list[Tensor]:
-    """Output, dX and dW of one linear; x [S, 1, K]."""
+    saved: str | None, x: Tensor, w: Tensor, enter: Callable[[Tensor], Tensor], shared: ColumnParallelInput | None
+) -> tuple[list[Tensor], int]:
+    """Output, dX and dW of one linear, and the rows that it keeps; x [S, 1, K]. saved: as in Fp8Recipe; None: BF16."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    if fp8:
-        recipe = Fp8Recipe()
+    if saved is not None:
+        recipe = Fp8Recipe(saved_activation=saved)  # type: ignore[arg-type]
         weight = Fp8Weight.of(quantize_weight(w, recipe.format), whole(N))
-        y = ops.fp8_linear(enter(x), w, weight, recipe, on_dx=on_dx)
+        y = ops.fp8_linear(enter(x), w, weight, recipe, shared=shared)
     else:
-        y = ops.linear(enter(x), w, ops.ExactWeight.of(w), on_dx)
+        y = ops.linear(enter(x), w, ops.ExactWeight.of(w), shared)
+    kept = kept_rows(y)
     y.float().square().sum().backward()
     assert x.grad is not None
     assert w.grad is not None
-    return [y.detach(), x.grad, w.grad]
+    return [y.detach(), x.grad, w.grad], kept
 
 
 def main() -> None:
@@ -58,28 +67,21 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     events: list[str] = []
-    started = ColumnParallelInput.start
-
-    def start(self: ColumnParallelInput, dx: Tensor) -> None:
-        events.append("sum of dX")
-        started(self, dx)
-
-    ColumnParallelInput.start = start  # type: ignore[method-assign]
-    for owner, name in ((fp8_linear_module, "_wgrad"), (operators, "accumulate_main_grad")):
-        watch(owner, name, events)
+    watch(ColumnParallelInput, "gather", events)
+    watch(ColumnParallelInput, "add_up", events)
+    watch(fp8_linear_module, "_dgrad", events)
+    watch(fp8_linear_module, "_wgrad", events)
     result = []
-    for fp8, sequence_parallel in product((True, False), (True, False)):
+    for saved, sequence_parallel in product(("rowwise", "bf16", None), (True, False)):
         torch.manual_seed(ranks.rank)
         w = torch.randn(N, K).bfloat16()
-        rows = T // 2 if sequence_parallel else T
         if not sequence_parallel:
             torch.manual_seed(7)
-        x = torch.randn(rows, 1, K).bfloat16()
-        expected = gradients(fp8, x, w, lambda x, sp=sequence_parallel: stock(x, group, sp), None)  # type: ignore[misc]
+        x = torch.randn(T // 2 if sequence_parallel else T, 1, K).bfloat16()
+        expected, _ = gradients(saved, x, w, lambda x, sp=sequence_parallel: stock(x, group, sp), None)  # type: ignore[misc]
         events.clear()
-        region = ColumnParallelInput(group, sequence_parallel)
-        found = gradients(fp8, x, w, region.enter, region.start)
-        result.append((fp8, sequence_parallel, expected, found, list(events)))
+        found, kept = gradients(saved, x, w, lambda x: x, ColumnParallelInput(group, sequence_parallel))
+        result.append((saved, sequence_parallel, expected, found, list(events), kept))
     torch.save(result, Path(sys.argv[1]) / f"overlap.{os.environ['RANK']}.pt")
     dist.destroy_process_group()
 
@@ -88,7 +90,7 @@ def watch(owner: object, name: str, events: list[str]) -> None:
     original = getattr(owner, name)
 
     def call(*args: object, **kwargs: object) -> object:
-        events.append("WGrad")
+        events.append(name.strip("_"))
         return original(*args, **kwargs)
 
     setattr(owner, name, call)

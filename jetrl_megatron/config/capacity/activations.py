@@ -21,20 +21,25 @@ def linear_input(width: int, precision: PrecisionConfig) -> int:
 
 
 def layer_bytes_per_token(dims: ModelDims, layout: Layout, precision: PrecisionConfig) -> dict[str, float]:
-    """Saved bytes per token and layer, by part. Inputs of column-parallel linears are gathered: whole on every rank."""
+    """Saved bytes per token and layer, by part."""
     t, s = layout.tensor, layout.tensor if layout.sequence else 1
+    # Of column-parallel linears: a rank keeps its own rows, unless what it keeps is made of all ranks' rows.
+    gathered = precision.train == "fp8" and (
+        precision.saved_activation == "columnwise" or precision.granularity == "tensor"
+    )
+    column_input = linear_input(dims.hidden_size, precision) / (1 if gathered else s)
     hidden, q, kv = dims.hidden_size, dims.q_size // t, dims.kv_size // t
     parts: dict[str, float] = {
         "norm inputs": 2 * 2 * hidden / s,
         # the fused output stays for v; q is a copy of its part; normed and rotated q and k
         "q, k, v": 2 * (q + 2 * kv) + 2 * q + (2 * (q + kv) if dims.qk_norm else 0) + 2 * (q + kv),
         "rope tables": 2 * 2 * 4 * (dims.head_dim // 2),
-        "linear inputs": linear_input(hidden, precision) + linear_input(q, precision),
+        "linear inputs": column_input + linear_input(q, precision),
     }
     if dims.moe is None:
         inner = dims.intermediate_size // t
         parts["swiglu input"] = 2 * 2 * inner
-        parts["linear inputs"] += linear_input(hidden, precision) + linear_input(inner, precision)
+        parts["linear inputs"] += column_input + linear_input(inner, precision)
         return parts
     moe = dims.moe
     rows = moe.experts_per_token / s  # per token, if the router is balanced
