@@ -64,6 +64,7 @@ gpu-check: setup  ## kernels, then whole runs of Megatron and SGLang on the GPUs
 	$(PY) -m jetrl_megatron.ops.gpu check --out build/gpu_check.json
 	rm -rf build/gpu-exactness
 	$(VENV)/bin/jetrl exactness --backend auto --out build/gpu-exactness
+	$(PY) -m pytest tests/rollout/test_triton_exactness.py
 
 # No `setup`: a bare machine with a GPU needs only a Python that has torch and triton (PY=python3), and no network.
 GPU_PY = $(if $(wildcard $(PY)),$(PY),python3)

@@ -1,6 +1,6 @@
-"""The GPU path without a GPU: Megatron-Core trains and SGLang generates on the Triton backend, in Triton's interpreter.
-
-Every operator of both sides then is the kernel that a GPU would run; only products of tiles are numpy's.
+"""Megatron-Core trains and SGLang generates on the Triton backend: on a GPU, with CUDA graphs, where there is one, else
+in Triton's interpreter. There too every operator of both sides is the kernel that a GPU would run; only products of
+tiles are numpy's.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def test_training_and_rollout_agree_on_the_triton_backend(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, family: str
 ) -> None:
     """Log-probs of decode (before and after an optimizer step and a weight sync) and of prefill are the training
-    forward's, to the last bit; every operator of either side ran Triton's kernels; the precision flows agree."""
+    forward's, to the last bit; the old weights bring the old log-probs back; every operator of either side ran Triton's
+    kernels; the precision flows agree."""
     dims: dict[str, Any] = {**DIMS, **(MOE_DIMS if family == "qwen3_moe" else {})}
     model_dir = tiny_model(tmp_path_factory, family, **dims)
+    interpreter = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("interpreted.py")), str(model_dir), str(tmp_path)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        [sys.executable, str(Path(__file__).with_name("triton_backend.py")), str(model_dir), str(tmp_path)],
+        env={**os.environ, **interpreter, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=900,
@@ -53,6 +55,7 @@ def test_training_and_rollout_agree_on_the_triton_backend(
         assert len(ours) >= 12
         assert float((ours - theirs).abs().max()) == 0.0, name
     assert not torch.equal(found["decode 0"][0], found["decode 1"][0])  # the step changed the weights
+    assert torch.equal(found["decode 0"][0], found["decode 0 again"])
     assert found["flow"] == []
     for side in ("training", "rollout"):
         kernels = found["kernels"][side]

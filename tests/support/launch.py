@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +43,8 @@ def join_alone() -> None:
     """Make this process a world of one, which needs no port (idempotent)."""
     if not dist.is_initialized():
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def die_with_parent() -> None:

@@ -1,5 +1,5 @@
-"""Training and rollout on the Triton backend in Triton's interpreter, in a process that was started for it
-(TRITON_INTERPRET is read when triton is imported; engines inherit it).
+"""Training and rollout on the Triton backend, in a process that was started for it: on the first GPU, or in Triton's
+interpreter (TRITON_INTERPRET is read when triton is imported; engines inherit it).
 
 Arguments: model folder, output folder, which gets found.pt.
 """
@@ -43,10 +43,15 @@ def main() -> None:
     trainable = make_trainable(policy, OptimizerConfig(lr=1e-2), 10)
     ids = prompts(policy.dims.vocab_size, count=3, longest=30)
     found: dict[str, Any] = {}
-    with engine(model_dir, out / "engine", backend="triton", max_running_requests=4) as pool:
+    on_gpu = torch.cuda.is_available()
+    length = 40 if on_gpu else 4
+    device = {"first_gpu": 0, "cuda_graphs": True} if on_gpu else {}
+    bundles = []
+    with engine(model_dir, out / "engine", backend="triton", max_running_requests=4, **device) as pool:
         for version in (0, 1):
-            pool.load_weights(publish(policy, out, version))
-            completions = pool.generate(requests(ids, TEMPERATURE, max_new_tokens=4))
+            bundles.append(publish(policy, out, version))
+            pool.load_weights(bundles[version])
+            completions = pool.generate(requests(ids, TEMPERATURE, max_new_tokens=length))
             found[f"decode {version}"] = (
                 engine_logprobs(completions),
                 trainer_logprobs(policy, ids, completions, TEMPERATURE),
@@ -58,6 +63,8 @@ def main() -> None:
             torch.cat(compute_logprobs(policy, [pack([(p, 1)], 1.0, pad_multiple=1) for p in ids[1:]])),
         )
         training, rollout = training_flow(policy), rollout_flow(pool)
+        pool.load_weights(bundles[0])
+        found["decode 0 again"] = engine_logprobs(pool.generate(requests(ids, TEMPERATURE, max_new_tokens=length)))
     found["flow"] = describe(judge(training, rollout))
     found["kernels"] = {
         side: {node.operator: node.kernels for graph in graphs for node in graph.nodes}
