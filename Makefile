@@ -77,9 +77,12 @@ bench-gpu:  ## times of GPU kernels and linears only; results in build/gpu_bench
 
 BACKEND ?= triton
 
-bench-gpu-models: setup  ## block, model, training step, memory and sync on a GPU, shapes of Qwen3-8B, 14B and 32B
+bench-gpu-models: setup  ## on a GPU: block, model, training step, memory, sync of 8B, 14B and 32B shapes; rollout of 8B
 	@set -e; for shape in 8B 14B 32B; do \
-	  $(PY) benchmarks/bench_model.py --backend "$(BACKEND)" --shape $$shape --length 2048; done
+	  $(PY) benchmarks/bench_model.py --backend "$(BACKEND)" --shape $$shape --length 2048; done; \
+	for tokens in 4096 8192 16384; do \
+	  $(PY) benchmarks/bench_rollout.py --backend "$(BACKEND)" --shape 8B --prompts 512 --samples 1 --concurrent 128 \
+	    --prompt-tokens 512 --new-tokens $$tokens --rounds 1; done
 
 clean:  ## remove caches and build outputs (keeps $(VENV) and runs/)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache ./*.egg-info

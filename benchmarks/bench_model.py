@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from support import write_results
+from support import SHAPES, qwen3_config, random_qwen3, write_results
 from torch import Tensor
 
 from jetrl_megatron.config import ModelDims
@@ -38,13 +38,6 @@ from jetrl_megatron.rollout.engine import EngineSpec
 from jetrl_megatron.rollout.sglang_engine import EnginePool
 from jetrl_megatron.sync.weight_sync import SyncReport, WeightSync
 
-# hidden size, intermediate size, heads, key heads, head dim, vocabulary of Qwen3-8B, -14B, -32B.
-SHAPES = {
-    "small": (256, 512, 4, 2, 64, 1024),
-    "8B": (4096, 12288, 32, 8, 128, 151936),
-    "14B": (5120, 17408, 40, 8, 128, 151936),
-    "32B": (5120, 25600, 64, 8, 128, 151936),
-}
 START_TIMEOUT_S, REQUEST_TIMEOUT_S = 600.0, 600.0
 Work = dict[str, Callable[[], Any]]
 
@@ -59,29 +52,6 @@ class Row:
     ratio: float | None
     ours_peak: int | None
     stock_peak: int | None
-
-
-def hf_config(shape: str, layers: int, length: int) -> dict[str, Any]:
-    hidden, inner, heads, kv_heads, head_dim, vocab = SHAPES[shape]
-    return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "vocab_size": vocab,
-        "max_position_embeddings": max(length, 4096),
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": 0,
-    }
 
 
 def make_ours(config: dict[str, Any], args: argparse.Namespace) -> Trainable:
@@ -118,12 +88,7 @@ def mean(logprobs: Tensor, _batch: MicroBatch) -> tuple[Tensor, dict[str, float]
 
 
 def work_of_stock(config: dict[str, Any], ids: Tensor, device: torch.device) -> Work:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
-    model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("qwen3", **fields), dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).to(device)
+    model = random_qwen3(config).to(device)
     model.config.use_cache = False
     ids = ids.to(device)
     x = torch.randn(*ids.shape, config["hidden_size"], device=device).bfloat16().requires_grad_()
@@ -251,7 +216,7 @@ def main() -> None:
     store = torch.distributed.HashStore()
     on_gpu = args.backend != "emulated"
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1)
-    config = hf_config(args.shape, args.layers, args.length)
+    config = qwen3_config(args.shape, args.layers, args.length)
     torch.manual_seed(0)
     ids = torch.randint(SHAPES[args.shape][-1], (args.sequences, args.length))
     trainable = make_ours(config, args)

@@ -6,7 +6,7 @@ asked in turn; an idle engine sleeps. A first short round warms both up. Besides
 engines' processes is measured, which other load on the machine disturbs less.
 
 With `--backend triton|deep_gemm` on a GPU: 0, stock SGLang as it comes (its attention, CUDA graphs), and e.g.
-`--prompts 512 --samples 1 --concurrent 128 --prompt-tokens 512 --new-tokens 4096`.
+`--shape 8B --prompts 512 --samples 1 --concurrent 128 --prompt-tokens 512 --new-tokens 4096`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from stock_engine import StockEngine
-from support import SMOLLM2, kernel_sets, random_llama, using_kernels, write_results
+from support import SHAPES, SMOLLM2, kernel_sets, qwen3_config, random_llama, random_qwen3, using_kernels, write_results
 from torch import Tensor
 
 from jetrl_megatron.config import ModelDims
@@ -60,7 +60,7 @@ def main() -> None:
     args = parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        model = args.model or (SMOLLM2 if SMOLLM2.is_dir() else random_llama(work / "random_llama"))
+        model = args.model or a_model(work, args)
         measured = measure(model, work, args)
     tokens, stock = args.prompts * args.samples * args.new_tokens, measured[STOCK]
     title = f"{model.name}: {args.prompts} x {args.samples} samples, {args.new_tokens} new tokens"
@@ -96,6 +96,14 @@ def main() -> None:
     write_results(f"rollout_{model.name}" + ("" if args.backend == EMULATED else f"_{args.backend}"), results)
 
 
+def a_model(work: Path, args: argparse.Namespace) -> Path:
+    if args.shape is None:
+        return SMOLLM2 if SMOLLM2.is_dir() else random_llama(work / "random_llama")
+    folder = work / f"random_qwen3_{args.shape}"
+    random_qwen3(qwen3_config(args.shape, args.layers, args.prompt_tokens + args.new_tokens)).save_pretrained(folder)
+    return folder
+
+
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
@@ -107,6 +115,8 @@ def cpu_seconds(pids: list[int]) -> float:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", type=Path, help="HF folder; default: SmolLM2 under runs/models, else a random Llama")
+    parser.add_argument("--shape", choices=SHAPES, help="a random Qwen3 of this shape instead")
+    parser.add_argument("--layers", type=int, default=36, help="of --shape")
     parser.add_argument("--kernels", nargs="+", default=kernel_sets(), help="kernel sets to measure (default: all)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=128)

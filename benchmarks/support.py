@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SMOLLM2 = ROOT / "runs" / "models" / "SmolLM2-135M-Instruct"  # where the recipe in README.md puts it
 
-
+# hidden size, intermediate size, heads, key heads, head dim, vocabulary of Qwen3-8B, -14B, -32B.
+SHAPES = {
+    "small": (256, 512, 4, 2, 64, 1024),
+    "8B": (4096, 12288, 32, 8, 128, 151936),
+    "14B": (5120, 17408, 40, 8, 128, 151936),
+    "32B": (5120, 25600, 64, 8, 128, 151936),
+}
 KERNEL_SWITCH = "JETRL_NATIVE"
 
 
@@ -88,6 +94,38 @@ def write_results(name: str, results: dict[str, Any]) -> Path:
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **results}, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def qwen3_config(shape: str, layers: int, length: int) -> dict[str, Any]:
+    """config.json of a Qwen3 of one of SHAPES without special tokens, for up to `length` tokens."""
+    hidden, inner, heads, kv_heads, head_dim, vocab = SHAPES[shape]
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": max(length, 4096),
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+def random_qwen3(config: dict[str, Any]) -> Any:
+    """A random bf16 transformers model of such a config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = {k: v for k, v in config.items() if k not in ("model_type", "architectures", "torch_dtype")}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **fields), dtype=torch.bfloat16)
 
 
 def random_llama(folder: Path) -> Path:
