@@ -93,7 +93,8 @@ def main() -> None:
         "ratios_to_stock": ratios,
         "seconds": {name: asdict(rounds) for name, rounds in measured.items()},
     }
-    write_results(f"rollout_{model.name}" + ("" if args.backend == EMULATED else f"_{args.backend}"), results)
+    suffix = "" if args.backend == EMULATED else f"_{args.backend}_{args.new_tokens}"
+    write_results(f"rollout_{model.name}{suffix}", results)
 
 
 def a_model(work: Path, args: argparse.Namespace) -> Path:
