@@ -21,7 +21,7 @@ from jetrl_megatron.config import ModelDims, RunConfig
 from jetrl_megatron.config.capacity import EnginePlace, place_engines
 from jetrl_megatron.config.checkpoint_files import is_torch_dist, model_folder
 from jetrl_megatron.config.plan import resolve_tp_invariant
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8 import BLOCK, Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.backends import active_name, use_backend
 from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
 from jetrl_megatron.megatron.gather import load_hf, load_megatron
