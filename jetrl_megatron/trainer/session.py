@@ -21,7 +21,7 @@ from jetrl_megatron.config import ModelDims, RunConfig
 from jetrl_megatron.config.capacity import EnginePlace, place_engines
 from jetrl_megatron.config.checkpoint_files import is_torch_dist, model_folder
 from jetrl_megatron.config.plan import resolve_tp_invariant
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
+from jetrl_megatron.fp8 import BLOCK, Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.backends import active_name, use_backend
 from jetrl_megatron.megatron.checkpoint import latest_checkpoint, load_checkpoint
 from jetrl_megatron.megatron.gather import load_hf, load_megatron
@@ -245,12 +245,19 @@ def _start_engines(
             port=rollout.port_base + 100 * i if rollout.port_base else 0,
             log_file=run_dir / files.LOGS / f"engine_{i}.log",
             first_gpu=place.first_gpu,
-            cuda_graphs=rollout.cuda_graphs and active_name() != "emulated",
+            cuda_graphs=rollout.cuda_graphs and _decodes_on_the_device(hf_config),
         )
         for i, place in enumerate(places)
     ]
     timeouts = rollout.start_timeout_s, rollout.request_timeout_s
     return EnginePool(specs, *timeouts, rollout.max_restarts, [starters.get(place.node) for place in places])
+
+
+def _decodes_on_the_device(hf_config: dict[str, Any]) -> bool:
+    """Whether the engines' kernels read nothing on the host in decode. DeepGEMM does for experts whose gate and up rows
+    are not whole blocks: it takes them one by one."""
+    cut = int(hf_config.get("moe_intermediate_size", 0)) % BLOCK != 0
+    return active_name() == "triton" or (active_name() == "deep_gemm" and not cut)
 
 
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:

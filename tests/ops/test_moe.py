@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
-from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe, Fp8Weight, quantize_weight, whole
+from jetrl_megatron.fp8 import E4M3, Fp8Experts, Fp8Format, Fp8Recipe, Fp8Tensor, Fp8Weight, quantize_weight, whole
 from tests.support.oracles import rel_error
 
 T, H, E, K = 2000, 256, 8, 4
@@ -139,9 +139,13 @@ def test_combine_gradients() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ grouped linears
+OFFSETS = torch.tensor([0, 5, 5, 135, 136])
+
+
 @pytest.mark.parametrize("fp8", [True, False])
 def test_grouped_linear_is_one_linear_per_expert(fp8: bool) -> None:
-    """Values and gradients of the grouped form are bitwise those of one linear after the other; empty groups too."""
+    """Values and gradients of the grouped form are bitwise those of one linear after the other; empty groups too. So
+    are the values of an engine's form, where rows of no expert give zeros."""
     num_rows, recipe = [5, 0, 130, 1], Fp8Recipe()
     x = gauss((sum(num_rows), H), 8).bfloat16()
     masters = [gauss((384, H), 10 + i, 0.05).bfloat16() for i in range(len(num_rows))]
@@ -167,5 +171,15 @@ def test_grouped_linear_is_one_linear_per_expert(fp8: bool) -> None:
         return [y.detach(), *(g for g in grads if g is not None)]
 
     grouped, single = run(True), run(False)
+    if fp8:
+        codes = torch.stack([w.quantized.data.view(torch.uint8) for w in quantized]).view(E4M3)
+        scale = torch.stack([w.quantized.scale for w in quantized])
+        experts = Fp8Experts(Fp8Tensor(codes, scale, Fp8Format()), whole(384))
+        routed = ops.fp8_routed_linear(torch.cat([x, x[:2]]), OFFSETS, experts, 2)
+    else:
+        routed = ops.routed_linear(
+            torch.cat([x, x[:2]]), OFFSETS, torch.stack(masters), ops.ExactExperts.of(torch.stack(masters))
+        )
+    assert torch.equal(routed, torch.cat([single[0], torch.zeros(2, 384).bfloat16()]))
     assert len(grouped) == len(single) == 2 + len(masters)
     assert all(torch.equal(a, b) for a, b in zip(grouped, single, strict=True))

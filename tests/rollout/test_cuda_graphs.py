@@ -54,6 +54,7 @@ def bundle_tensors(model_dir: Path, fp8: bool) -> Iterator[tuple[str, Tensor]]:
 
 def graphed(factory: pytest.TempPathFactory, out: Path, family: str, precision: str) -> dict[str, Any]:
     dims = {**DIMS, **(MOE_DIMS if family == "qwen3_moe" else {})}
+    dims["num_hidden_layers"] = 2 if (family, precision) == ("qwen3", "fp8") else 1
     models = [tiny_model(factory, family, seed, **dims) for seed in (0, 1)]
     bundles = [
         write_bundle(out / f"version-{i}", i, bundle_tensors(model, precision == "fp8"), bucket_bytes=1 << 20)
@@ -96,8 +97,8 @@ def test_a_replayed_decode_step_is_the_eager_one(
         assert torch.equal(eager, replayed), name
     assert not torch.equal(found["steps"]["2 other rows"][0], found["steps"]["new weights"][0])
     assert found["moved"] == 0
-    assert found["num_inputs"] > 20
-    assert found["num_operations"] > 40
+    assert found["num_inputs"] > 15
+    assert found["num_operations"] > 30
     for used, operators in found["watched"].values():
         assert not used
         assert operators >= 6

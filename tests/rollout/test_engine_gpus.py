@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_sglang_gives_each_rank_its_gpu(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """SGLang's own launcher, given our arguments for an engine of two ranks from GPU 4 on, takes GPUs 4 and 5."""
+    """SGLang's own launcher, given our arguments for an engine of two ranks from GPU 4 on, takes GPUs 4 and 5. An
+    engine of one GPU that is to decode through graphs keeps them after all of SGLang's rules, up to its batch size."""
     folder = tiny_model(tmp_path_factory, "qwen3")
     config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "jetrl_fp8", "granularity": "block", "scale_format": "fp32", "tp_invariant": False}
@@ -35,6 +36,8 @@ def test_sglang_gives_each_rank_its_gpu(tmp_path_factory: pytest.TempPathFactory
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     written = {path.name: path.read_text() for path in folder.glob("gpu_of_rank_*")}
     assert written == {"gpu_of_rank_0": "cuda:4", "gpu_of_rank_1": "cuda:5"}, done.stderr[-4000:]
+    graphs = json.loads((folder / "graphs.json").read_text())
+    assert graphs == {"decode": "full", "batches": [1, 2, 4, 8], "prefill": "disabled"}
 
 
 def test_an_engine_without_a_gpu_runs_on_the_cpu(tmp_path: Path) -> None:
@@ -77,6 +80,7 @@ def test_a_run_starts_its_engines_where_the_placement_says(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     started: list[Any] = []
     monkeypatch.setattr(session, "EnginePool", lambda *given: started.append(given))
+    monkeypatch.setattr(session, "active_name", lambda: "triton")
     cfg = config(4)
     places = session._engine_places(cfg, two_nodes)
     starter: Any = SimpleNamespace()
@@ -88,6 +92,26 @@ def test_a_run_starts_its_engines_where_the_placement_says(
         (2, False),
         (2, True),
     ]
+    assert all(spec.cuda_graphs for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expert_size", "expected"),
+    [
+        ("emulated", 128, False),
+        ("triton", 192, True),
+        ("deep_gemm", 768, True),
+        ("deep_gemm", 192, False),
+        ("deep_gemm", None, True),
+    ],
+)
+def test_whose_decode_reads_nothing_on_the_host(
+    backend: str, expert_size: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By backend; with DeepGEMM not where experts of 192 rows are taken one by one."""
+    monkeypatch.setattr(session, "active_name", lambda: backend)
+    hf_config = {} if expert_size is None else {"moe_intermediate_size": expert_size}
+    assert session._decodes_on_the_device(hf_config) == expected
 
 
 def test_a_run_refuses_engines_without_a_place(two_nodes: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import subprocess
 import sys
 import zipfile
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import (
     E4M3,
+    Fp8Experts,
     Fp8Format,
     Fp8Recipe,
     Fp8Tensor,
@@ -35,6 +37,7 @@ from jetrl_megatron.fp8 import (
 from jetrl_megatron.fp8.deep_gemm_backend import DeepGemmBackend
 from jetrl_megatron.fp8.emulated import Emulated
 from tests.fp8.gpu import deep_gemm_double
+from tests.support.recorded_graph import RecordedGraph
 
 FMT = Fp8Format()
 WHEEL = "sgl-deep-gemm==0.2.3.post2"  # the version that pyproject.toml pins
@@ -147,6 +150,91 @@ def test_experts_are_padded_and_come_back(counts: list[int], double: None) -> No
     y = deep_gemm.execute(masked)
     assert y is not None
     assert torch.equal(y.view(-1, 264)[places], dense)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_experts_whose_rows_only_the_device_counts(counts: list[int], double: None) -> None:
+    """The backend's routed FProp: every row gets its own expert's dense result, bitwise, rows of no expert zeros; the
+    operands are prepared without a read on the host."""
+    _, weights, codes, _ = experts(counts)
+    stacked = Fp8Experts(Fp8Tensor(codes, torch.stack([w.scale for w in weights]), FMT), whole(264))
+    x = randn(sum(counts) + 5, 400)
+    dense = [
+        Emulated().fprop(rows, Fp8Weight.of(w, whole(264)).fprop, 1, torch.bfloat16)[0]
+        for rows, w in zip(x[:-5].split(counts), weights, strict=True)
+    ]
+    expected = torch.cat([*dense, torch.zeros(5, 264, dtype=torch.bfloat16)])
+    offsets = torch.tensor([0, *itertools.accumulate(counts)])
+    y, _ = WithTorchQuantizers().fprop_routed(x, stacked, offsets, 1, torch.bfloat16)
+    assert torch.equal(y, expected)
+    quantized = quantize_rows(x, FMT)
+    assert stacked.grid is not None
+    with RecordedGraph().capture():
+        deep_gemm.prepare_routed(quantized, offsets, codes, stacked.grid)
+
+
+def test_an_update_moves_nothing(double: None) -> None:
+    """What the library is given of a weight, dense on the 128x128 grid or off it and stacked, is where it was after new
+    bytes were written into the weight's memory, and says what these say."""
+    for slices in (whole(256), straddling()):
+        old, new = (quantize_weight(randn(256, 384, seed=seed), FMT, slices) for seed in (0, 1))
+        weight, fresh = Fp8Weight.of(old, slices), Fp8Weight.of(new, slices)
+        held = [weight.fprop.codes, weight.fprop.scale, *([weight.fprop.grid] if weight.fprop.grid is not None else [])]
+        assert len(held) == (3 if slices[0].total == 256 else 2)
+        old.data.view(torch.uint8).copy_(new.data.view(torch.uint8))
+        old.scale.copy_(new.scale)
+        weight.refresh()
+        wanted = [fresh.fprop.codes, fresh.fprop.scale, fresh.fprop.grid]
+        now = [weight.fprop.codes, weight.fprop.scale, weight.fprop.grid]
+        for before, after, value in zip(held, now, wanted, strict=False):
+            assert after is not None
+            assert value is not None
+            assert after.data_ptr() == before.data_ptr()
+            assert torch.equal(after.view(torch.uint8), value.view(torch.uint8))
+        x = quantize_rows(randn(5, 384), FMT)
+        for dtype in (torch.bfloat16, torch.float32):
+            got, want = (WithTorchQuantizers().dgrad(x, w.fprop, dtype) for w in (weight, fresh))
+            assert torch.equal(got, want)
+
+
+def test_an_update_of_stacked_experts_moves_nothing(double: None) -> None:
+    """The same of experts: codes, grids, and each expert's own form where a backend made it."""
+    stacks = []
+    for seed in (0, 10):
+        weights = [quantize_weight(randn(256, 384, seed=seed + e), FMT) for e in range(3)]
+        codes = torch.stack([w.data.view(torch.uint8) for w in weights]).view(E4M3)
+        stacks.append(Fp8Experts(Fp8Tensor(codes, torch.stack([w.scale for w in weights]), FMT), whole(256)))
+    old, new = stacks
+    assert old.grid is not None
+    assert new.grid is not None
+    grid, each = old.grid, [(w.scale, w.scale.data_ptr()) for w in old.each]
+    old.quantized.data.view(torch.uint8).copy_(new.quantized.data.view(torch.uint8))
+    old.quantized.scale.copy_(new.quantized.scale)
+    assert not torch.equal(grid, new.grid)
+    old.refresh()
+    assert old.grid is grid
+    assert torch.equal(grid, new.grid)
+    for prepared, (scale, address), fresh in zip(old.each, each, new.each, strict=True):
+        assert prepared.scale is scale
+        assert scale.data_ptr() == address
+        assert torch.equal(scale, fresh.scale)
+    x, offsets = randn(9, 384), torch.tensor([0, 4, 4, 9])
+    got, want = (Emulated().fprop_routed(x, w, offsets, 1, torch.bfloat16)[0] for w in (old, new))
+    assert torch.equal(got, want)
+
+
+def test_a_weight_has_a_grid_by_its_layout() -> None:
+    """Whether a weight has a 128x128 grid follows from where its rows lie, not from its scales: in heads of 128 rows
+    in any order it has, also where all scales are equal it has none if parts end inside a block."""
+    heads = [
+        GridSlice(torch.cat([torch.arange(0, 128), torch.arange(256, 384)]), 0, 256),
+        GridSlice(torch.arange(128, 256), 0, 128),
+    ]
+    shard = [GridSlice(torch.arange(128), 64, 256)]
+    ones = torch.ones(384, 128).bfloat16()
+    for slices, rows, expected in ((heads, 384, True), (straddling(), 256, False), (shard, 128, False)):
+        weight = Fp8Weight.of(quantize_weight(ones[:rows], FMT), slices)
+        assert (weight.fprop.grid is not None) == expected
 
 
 def test_padded_rows() -> None:
