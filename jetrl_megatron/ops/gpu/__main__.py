@@ -96,6 +96,7 @@ def check(device: str, results: dict[str, Any]) -> bool:
         agreements += [*check_bf16_linear(device, shape), *check_row_parallel(device, shape)]
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES
     agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
+    agreements += attention.check_splits(device)
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_BACKWARD_SHAPES
     agreements += [a for shape in attended for a in attention.check_attention_backward(device, shape)]
     experts = EXPERTS if device == "cuda" else SMALL_EXPERTS

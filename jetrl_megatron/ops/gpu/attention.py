@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8.gpu.attention import attention
+from jetrl_megatron.fp8.gpu.attention import SEGMENT, attention
 from jetrl_megatron.ops import reference
 from jetrl_megatron.ops.attention import packed_pool
 from jetrl_megatron.ops.gpu import kernels
@@ -115,6 +115,25 @@ def check_attention(device: str, shape: Shape) -> Iterator[Agreement]:
     for name, first, end in (("first", 0, cut), ("second", cut, lengths[0])):
         chunk = at.prefill([0], first, end)
         yield agreement(f", {name} chunk = prefill", num_different(chunk, whole[first:end]))
+
+
+def check_splits(device: str) -> Iterator[Agreement]:
+    """Decode by any number of programs against one. So that another order of the fp32 sums shows in bf16 results: many
+    values, and segments that cancel each other."""
+    generator, heads, dim = torch.Generator().manual_seed(3), 64, 128
+    kv_len = torch.tensor([512, 513, 1100, 1985], device=device)
+    q = torch.randn(len(kv_len), heads, dim, generator=generator).bfloat16().to(device)
+    k, v = (torch.randn(2048, 1, dim, generator=generator) for _ in range(2))
+    slots = torch.randperm(2048, generator=generator)
+    v[slots.view(-1, SEGMENT)[::2]] += 100
+    v[slots.view(-1, SEGMENT)[1::2]] -= 100
+    k, v, table = k.bfloat16().to(device), v.bfloat16().to(device), slots.int().expand(3, -1).to(device)
+    rows = torch.tensor([2, 0, 1, 0], device=device)
+    one = attention(q, k, v, table, rows, None, kv_len, dim**-0.5, splits=1)
+    for splits in SPLITS[1:]:
+        found = attention(q, k, v, table, rows, None, kv_len, dim**-0.5, splits=splits)
+        case = f"keys={kv_len.tolist()} H={heads} G=1 D={dim} splits={splits}"
+        yield Agreement("triton", "attention, split = whole", case, num_different(found, one), 0)
 
 
 def check_attention_backward(device: str, shape: Shape) -> Iterator[Agreement]:
