@@ -210,17 +210,19 @@ def test_the_nearest_layout_by_hand(
 
 def test_saved_bytes_of_a_layer_by_hand() -> None:
     """Qwen3-8B at TP 4 with sequence parallelism, hand-counted per token and layer; FP8 keeps linear inputs in one byte
-    plus a scale per 128, of column-parallel linears a rank's own rows, unless they are kept along tokens."""
+    plus a scale per 128, of column-parallel linears a rank's own rows, unless they are kept along tokens. On GPU backends
+    attention keeps two fp32 per head, and its result where no linear does."""
     cfg, dims = load("qwen3-8b", "math_8k", "fp8", 8)
     layout = resolve_layout(cfg, 8, 8)
     q, kv, inner = 4096 // 4, 1024 // 4, 12288 // 4
     common = 2 * 2 * 4096 / 4 + 2 * (q + 2 * kv) + 2 * q + 2 * 2 * (q + kv) + 2 * 2 * 4 * 64 + 2 * 2 * inner
-    bf16, rows = PrecisionConfig(train="bf16", rollout="bf16"), PrecisionConfig()
-    columns = PrecisionConfig(saved_activation="columnwise")
-    for precision, hidden in ((bf16, 4096 // 4), (rows, 4096 // 4), (columns, 4096)):
+    for saved, hidden in (("bf16", 4096 // 4), ("rowwise", 4096 // 4), ("columnwise", 4096)):
+        fields = {"train": "bf16", "rollout": "bf16"} if saved == "bf16" else {"saved_activation": saved}
         widths = (hidden, q, hidden, inner)
-        expected = sum(2 * w if precision is bf16 else w + 4 * w // 128 for w in widths)
-        assert sum(layer_bytes_per_token(dims, layout, precision).values()) == common + expected
+        expected = sum(2 * w if saved == "bf16" else w + 4 * w // 128 for w in widths)
+        for backend, attention in (("emulated", 0), ("triton", 2 * 4 * 8 + (0 if saved == "bf16" else 2 * q))):
+            section = PrecisionConfig.model_validate({"backend": backend, **fields})
+            assert sum(layer_bytes_per_token(dims, layout, section).values()) == common + expected + attention
 
 
 def test_decode_is_bound_by_memory_and_training_by_flops() -> None:
