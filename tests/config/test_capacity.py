@@ -210,7 +210,7 @@ def test_the_nearest_layout_by_hand(
 
 def test_saved_bytes_of_a_layer_by_hand() -> None:
     """Qwen3-8B at TP 4 with sequence parallelism, hand-counted per token and layer; FP8 keeps linear inputs in one byte
-    plus a scale per 128, of column-parallel linears a rank's own rows, unless they are kept along tokens. On GPU backends
+    plus a scale per 128, of column-parallel linears a rank's own rows, unless kept along tokens. On GPU backends
     attention keeps two fp32 per head, and its result where no linear does."""
     cfg, dims = load("qwen3-8b", "math_8k", "fp8", 8)
     layout = resolve_layout(cfg, 8, 8)
