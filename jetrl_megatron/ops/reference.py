@@ -2,7 +2,8 @@
 
 Two rules make that true (docs/numerics.md, section 5): non-reductions use only IEEE + - * / sqrt, comparisons, rounding
 and bit operations; reductions are a fixed binary tree of fp32 adds, or sums of integers held in fp64 that cannot
-round. This module is one set of kernels behind `ops`; every other set must give the same bits. No autograd here.
+round. This module is one set of kernels behind `ops`; every other set must give the same bits. The backward of
+attention is torch's; there is no other autograd here.
 Shape letters: T tokens, H hidden, D head dim, N rows of a weight, K contracted dim, V vocabulary, P slots of a
 key/value pool, B sequences, R rows of a table of requests, L keys, E experts, k experts per token.
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor, quantize_rows
+from jetrl_megatron.ops.autograd import attention_backward as attention_backward
 
 F32, F64, I64 = torch.float32, torch.float64, torch.int64
 MAX_EXACT_K = 8192  # 20 + 20 + log2(8192) = 53 bits
@@ -238,6 +240,11 @@ def attention(
         o = _attend(q[index], k_pool[slots], v_pool[slots], kv_len[index], scale)
         out[index] = o
     return out
+
+
+def attention_forward(*inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`attention`, and what `attention_backward` wants to have kept: nothing here."""
+    return attention(*inputs), ()
 
 
 def _work_groups(cu: Sequence[int], lengths: list[int], heads: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -210,15 +210,16 @@ def test_the_nearest_layout_by_hand(
 
 def test_saved_bytes_of_a_layer_by_hand() -> None:
     """Qwen3-8B at TP 4 with sequence parallelism, hand-counted per token and layer; FP8 keeps linear inputs in one byte
-    plus a scale per 128."""
+    plus a scale per 128. On GPU backends attention keeps two fp32 per head, and its result where no linear does."""
     cfg, dims = load("qwen3-8b", "math_8k", "fp8", 8)
     layout = resolve_layout(cfg, 8, 8)
     q, kv, inner = 4096 // 4, 1024 // 4, 12288 // 4
     common = 2 * 2 * 4096 / 4 + 2 * (q + 2 * kv) + 2 * q + 2 * 2 * (q + kv) + 2 * 2 * 4 * 64 + 2 * 2 * inner
     widths = (4096, q, 4096, inner)
     for precision, expected in (("bf16", sum(2 * w for w in widths)), ("fp8", sum(w + 4 * w // 128 for w in widths))):
-        saved = layer_bytes_per_token(dims, layout, PrecisionConfig(train=precision))  # type: ignore[arg-type]
-        assert sum(saved.values()) == common + expected
+        for backend, attention in (("emulated", 0), ("triton", 2 * 4 * 8 + (2 * q if precision == "fp8" else 0))):
+            section = PrecisionConfig.model_validate({"train": precision, "backend": backend})
+            assert sum(layer_bytes_per_token(dims, layout, section).values()) == common + expected + attention
 
 
 def test_decode_is_bound_by_memory_and_training_by_flops() -> None:

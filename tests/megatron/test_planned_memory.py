@@ -100,7 +100,7 @@ def _saved_bytes(trainable: Trainable) -> int:
 
 
 def _config(precision: str) -> RunConfig:
-    section = {"train": precision, "rollout": precision}
+    section = {"train": precision, "rollout": precision, "backend": "emulated"}
     return RunConfig.model_validate({"model": {"path": "x"}, "data": {"path": "x"}, "precision": section})
 
 

@@ -60,13 +60,13 @@ int main(int argc, char** argv) {
     add(normed); add(gated); add(rotated); add(combined);
     for (const int64_t dim : {64, 70}) {  // m queries at the end of a sequence of 100 tokens: decode, or a chunk of prefill
       const auto q = bf16s(m * 6 * dim), keys = bf16s(100 * 2 * dim), values = bf16s(100 * 2 * dim);
-      std::vector<int32_t> table(100);
-      std::vector<int64_t> cu{0, m}, kv_len(m);
-      for (int i = 0; i < 100; i++) table[i] = (i * 37) % 100;
+      std::vector<int32_t> table(200);  // the sequence's row is the second
+      std::vector<int64_t> rows{1}, cu{0, m}, kv_len(m);
+      for (int i = 0; i < 100; i++) table[100 + i] = (i * 37) % 100;
       for (int64_t i = 0; i < m; i++) kv_len[i] = 100 - m + i + 1;
       std::vector<uint16_t> attended(m * 6 * dim);
-      jetrl_attention(q.data(), keys.data(), values.data(), table.data(), 100, cu.data(), 1, kv_len.data(), 6, 2, dim, 0.125f,
-                      attended.data());
+      jetrl_attention(q.data(), keys.data(), values.data(), table.data(), 100, rows.data(), cu.data(), 1, kv_len.data(), 6,
+                      2, dim, 0.125f, attended.data());
       add(attended);
     }
   }

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron import ops
+from jetrl_megatron.fp8.gpu.launch import Plan
 from jetrl_megatron.ops import reference
+from jetrl_megatron.ops.kernels import use_kernels
 from tests.support.oracles import rel_error
 
 LENGTHS = (1, 7, 150, 33, 128, 129)
@@ -124,6 +126,27 @@ def test_long_sequences_are_cut_into_the_same_work(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reference, "_MAX_SCORES", 1)
     monkeypatch.setattr(reference, "_QUERY_CHUNK", 37)
     assert torch.equal(ops.packed_attention(q, k, v, [0, 400, 600], scale), expected)
+
+
+def test_what_the_triton_set_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For backward on a GPU, besides q, k and v: the result and two fp32 per query and head, as memory is planned;
+    nothing of T x T. No kernel is launched."""
+    monkeypatch.setattr(Plan, "run", lambda plan: plan.result)
+    q, k, v, scale = tensors(4, 2, 64)
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    use_kernels("triton")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            ops.packed_attention(q.requires_grad_(), k, v, CU, scale)
+    finally:
+        use_kernels(None)
+    given = sum(x.numel() * 2 for x in (q, k, v))
+    assert sum(storages.values()) - given == len(q) * (2 * 4 * 64 + 2 * 4 * 4)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -31,6 +31,10 @@ def layer_bytes_per_token(dims: ModelDims, layout: Layout, precision: PrecisionC
         "rope tables": 2 * 2 * 4 * (dims.head_dim // 2),
         "linear inputs": linear_input(hidden, precision) + linear_input(q, precision),
     }
+    if precision.backend != "emulated":
+        # Two fp32 per head, and the result; in bf16 that is the very tensor that the next linear keeps.
+        kept = linear_input(q, precision) == 2 * q
+        parts["attention"] = 2 * 4 * (dims.num_heads // t) + (0 if kept else 2 * q)
     if dims.moe is None:
         inner = dims.intermediate_size // t
         parts["swiglu input"] = 2 * 2 * inner

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from jetrl_megatron.fp8.format import E4M3, Fp8Format, Fp8Tensor, num_blocks
-from jetrl_megatron.fp8.gpu.attention import plan_attention
+from jetrl_megatron.fp8.gpu.attention import plan_attention, plan_merge_segments
+from jetrl_megatron.fp8.gpu.attention_backward import plan_backward
 from jetrl_megatron.fp8.gpu.blocks import plan_exp32, plan_tree_sum
 from jetrl_megatron.fp8.gpu.columns import plan_both, plan_columns, plan_requantize
 from jetrl_megatron.fp8.gpu.elementwise import plan_moe_combine, plan_rope
@@ -83,14 +84,7 @@ def expectations() -> Iterator[Expectation]:
     yield from _rows()
     yield from _linears()
     yield from _gemms()
-    q, pool = _meta(512, 32, 128), _meta(4096, 8, 128)
-    table, counts, requests = (_meta(*shape, dtype=torch.int32) for shape in ((64, 1024), (512,), (2,)))
-    needed = ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16", "div.rn.f32", "mul.rn.f32", "add.rn.f32")
-    plan = plan_attention(q, pool, pool, table, requests, [0, 128, 512], counts, 0.088)
-    yield Expectation("attention", plan, needed, allowed=r"ex2\.approx\..*")
-    requests, counts = (_meta(512, dtype=torch.int64) for _ in range(2))
-    plan = plan_attention(q, pool, pool, table, requests, None, counts, 0.088)
-    yield Expectation("attention, decode", plan, needed, allowed=r"ex2\.approx\..*")
+    yield from _attention()
 
 
 def _quantizing(fmt: Fp8Format, x: Tensor, vectors: tuple[str, ...]) -> Iterator[Expectation]:
@@ -145,6 +139,26 @@ def _linears() -> Iterator[Expectation]:
     yield Expectation("BF16 linear ragged", plan_linear(_meta(257, 1411), _meta(131, 1411)), needed)
     experts, offsets = _meta(128, 1536, 2048), _meta(129, dtype=torch.int64)
     yield Expectation("routed BF16 linear", plan_routed_linear(_meta(2048, 2048), experts, offsets), needed)
+
+
+def _attention() -> Iterator[Expectation]:
+    products = tuple(f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16" for n in (64, 128))
+    softmax, allowed = ("ex2.approx.f32", "mul.rn.f32", "add.rn.f32"), r"ex2\.approx\..*"
+    q, pool, cu = _meta(512, 32, 128), _meta(4096, 8, 128), [0, 128, 512]
+    table, counts, requests = (_meta(*shape, dtype=torch.int32) for shape in ((64, 1024), (512,), (2,)))
+    plan = plan_attention(q, pool, pool, table, requests, cu, counts, 0.088)
+    yield Expectation("attention", plan, (*products, *softmax, "div.rn.f32"), allowed=allowed)
+    k = _meta(512, 8, 128)
+    first, second = plan_backward(q, q, k, k, plan.result, cu, 0.088)
+    yield Expectation("attention backward, dq", first, (*products, *softmax), allowed=allowed)
+    yield Expectation("attention backward, dk and dv", second, (*products, *softmax[:-1]), allowed=allowed)
+    requests, counts = (_meta(512, dtype=torch.int64) for _ in range(2))
+    plan = plan_attention(q, pool, pool, table, requests, None, counts, 0.088)
+    yield Expectation("attention, decode", plan, (*products, *softmax, "div.rn.f32"), allowed=allowed)
+    plan = plan_attention(q, pool, pool, table, requests, None, counts, 0.088, splits=2)
+    yield Expectation("attention, split decode", plan, (*products, *softmax), allowed=allowed)
+    merge = plan_merge_segments(plan.result, counts)
+    yield Expectation("attention, merge of segments", merge, (*softmax, "div.rn.f32"), allowed=allowed)
 
 
 def _gemms() -> Iterator[Expectation]:

@@ -115,6 +115,12 @@ def interpreted_dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def dot(a: tl.tensor, b: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+    """fp32 product of bf16 tiles: tensor cores', or the interpreter's."""
+    return interpreted_dot(a, b) if INTERPRETED else tl.dot(a, b)
+
+
+@triton.jit
 def tree_sum(x: tl.tensor, LEVELS: tl.constexpr) -> tl.tensor:
     """Row sums of fp32 x [ROWS, 2^LEVELS] by halving: x[:, :n/2] + x[:, n/2:] (`ops.reference.tree_sum`)."""
     ROWS: tl.constexpr = x.shape[0]

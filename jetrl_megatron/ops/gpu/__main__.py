@@ -97,6 +97,9 @@ def check(device: str, results: dict[str, Any]) -> bool:
         agreements += [*check_bf16_linear(device, shape), *check_row_parallel(device, shape)]
     attended = attention.SHAPES if device == "cuda" else attention.SMALL_SHAPES
     agreements += [a for shape in attended for a in attention.check_attention(device, shape)]
+    agreements += attention.check_splits(device)
+    attended = attention.SHAPES if device == "cuda" else attention.SMALL_BACKWARD_SHAPES
+    agreements += [a for shape in attended for a in attention.check_attention_backward(device, shape)]
     experts = EXPERTS if device == "cuda" else SMALL_EXPERTS
     agreements += [a for name in names for a in check_experts(name, device, *experts)]
     agreements += list(check_routed_linear(device, *experts))
@@ -118,7 +121,7 @@ def check(device: str, results: dict[str, Any]) -> bool:
 
 def bench(device: str, results: dict[str, Any]) -> None:
     """Print and keep the times; small shapes in the interpreter, where they mean nothing."""
-    from jetrl_megatron.ops.gpu.bench import MODELS, SMALL_MODELS, TOKENS, bandwidths, speeds
+    from jetrl_megatron.ops.gpu.bench import MODELS, SMALL_MODELS, TOKENS, attentions, bandwidths, speeds
 
     small = device == "cpu"
     moved = list(bandwidths(device, ((9, 256),) if small else None))
@@ -130,8 +133,12 @@ def bench(device: str, results: dict[str, Any]) -> None:
     lines = [(s.backend, s.model, s.shape, s.direction, f"{s.ms:.3f}", f"{s.ratio:.2f}x") for s in timed]
     table(("backend", "model", "linear", "", "ms", "against BF16"), lines)
     print(note)
+    attended = list(attentions(device, ((1, 150, 2, 1, 16),) if small else None))
+    rows_attention = [(a.what, a.shape, f"{a.ms:.3f}", f"{a.ratio:.2f}x") for a in attended]
+    table(("attention", "shape", "ms", "against torch's BF16"), rows_attention)
     results["bandwidth"] = [asdict(b) for b in moved]
     results["linears"] = [{**asdict(s), "ratio": s.ratio} for s in timed]
+    results["attention"] = [{**asdict(a), "ratio": a.ratio} for a in attended]
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -1,4 +1,4 @@
-"""Times of the GPU kernels: memory-bound ones against a copy of the same bytes, linears against BF16."""
+"""Times of the GPU kernels: memory-bound ones against a copy of the same bytes, linears and attention against BF16."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Weight, quantize_weight, whole
 from jetrl_megatron.fp8.backends import load
 from jetrl_megatron.fp8.gpu import columns, elementwise, fused, logprob, quantize
+from jetrl_megatron.fp8.gpu.attention import attention
+from jetrl_megatron.ops.attention import packed_pool
+from jetrl_megatron.ops.gpu import kernels
 
 # Hidden size, and (N, K) of qkv, o, gate+up, down: Qwen3-8B, -14B, -32B.
 Models = dict[str, tuple[int, tuple[tuple[int, int], ...]]]
@@ -24,6 +28,8 @@ MODELS: Models = {
 }
 SMALL_MODELS: Models = {"small": (256, ((256, 256),))}  # for the interpreter
 TOKENS = (64, 8192)  # a decode batch, a training micro-batch
+# Sequences, keys of each, H, G, D: Qwen3-8B in training, decoding few long sequences, and many.
+ATTENTION = ((2, 4096, 32, 8, 128), (4, 16384, 32, 8, 128), (128, 4096, 32, 8, 128))
 _ROUNDS = 20
 _FLUSH_BYTES = 256 << 20  # more than the L2 cache
 
@@ -53,6 +59,20 @@ class Speed:
     @property
     def ratio(self) -> float:
         return self.bf16_ms / self.ms
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Attention of one kind. torch_ms: scaled_dot_product_attention on keys that already lie one after the other."""
+
+    what: str
+    shape: str
+    ms: float
+    torch_ms: float
+
+    @property
+    def ratio(self) -> float:
+        return self.torch_ms / self.ms
 
 
 def time_ms(function: Callable[[], Any], device: str) -> float:
@@ -169,3 +189,48 @@ def _speeds_of(name: str, device: str, model: str, weight: Fp8Weight, w: Tensor,
     yield Speed(name, model, shape, "forward", ours, time_ms(lambda: torch.nn.functional.linear(x, w), device))
     if t >= 128:  # nobody trains on a decode batch
         yield Speed(name, model, shape, "backward", time_ms(backward, device), time_ms(bf16_backward, device))
+
+
+def attentions(device: str, shapes: tuple[tuple[int, ...], ...] | None = None) -> Iterator[Attended]:
+    """Decode in one program per query and split over keys; where sequences are few, training's forward and backward."""
+    for batch, length, heads, groups, dim in shapes or ATTENTION:
+        k, v = (torch.randn(batch * length, groups, dim, device=device).bfloat16() for _ in range(2))
+        shape = f"{batch}x{length} H={heads} G={groups} D={dim}"
+        yield from _decodes(shape, torch.randn(batch, heads, dim, device=device).bfloat16(), k, v)
+        if batch * length <= TOKENS[-1]:
+            yield from _trainings(shape, batch, torch.randn(batch * length, heads, dim, device=device).bfloat16(), k, v)
+
+
+def _decodes(shape: str, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attended]:
+    """q [B, H, D]: one query per sequence, whose keys are scattered over the pools."""
+    batch, scale = len(q), q.shape[-1] ** -0.5
+    table = torch.randperm(len(k), device=q.device).view(batch, -1).int()
+    rows, kv_len = torch.arange(batch, device=q.device), torch.full((batch,), table.shape[1], device=q.device)
+    keys, values = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+    stock = time_ms(
+        lambda: F.scaled_dot_product_attention(q.unsqueeze(2), keys, values, enable_gqa=True), q.device.type
+    )
+
+    def run(splits: int | None) -> Tensor:
+        return attention(q, k, v, table, rows, None, kv_len, scale, splits=splits)
+
+    yield Attended("decode", shape, time_ms(lambda: run(1), q.device.type), stock)
+    yield Attended("decode, split as chosen", shape, time_ms(lambda: run(None), q.device.type), stock)
+
+
+def _trainings(shape: str, batch: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attended]:
+    cu, scale = list(range(0, len(q) + 1, len(q) // batch)), q.shape[-1] ** -0.5
+    pool, dout = packed_pool(q, cu), torch.randn_like(q)
+    _, saved = kernels.attention_forward(q, k, v, *pool, scale)
+    upstream, queries, keys, values = (x.view(batch, -1, *x.shape[1:]).transpose(1, 2) for x in (dout, q, k, v))
+    inputs = tuple(x.contiguous().requires_grad_() for x in (queries, keys, values))
+
+    def stock() -> Tensor:
+        return F.scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], is_causal=True, enable_gqa=True)
+
+    o, device = stock(), q.device.type
+    forward = time_ms(lambda: kernels.attention_forward(q, k, v, *pool, scale), device)
+    yield Attended("training, forward", shape, forward, time_ms(stock, device))
+    backward = time_ms(lambda: kernels.attention_backward(dout, q, k, v, saved, cu, scale), device)
+    stock_backward = time_ms(lambda: torch.autograd.grad(o, inputs, upstream, retain_graph=True), device)
+    yield Attended("training, backward", shape, backward, stock_backward)

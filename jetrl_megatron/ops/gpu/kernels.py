@@ -7,13 +7,15 @@ DeepGEMM reads them. An input that no kernel takes is refused; nothing falls bac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Tensor
 from jetrl_megatron.fp8.gpu import fused
-from jetrl_megatron.fp8.gpu.attention import attention
+from jetrl_megatron.fp8.gpu.attention import States, attention, plan_attention
+from jetrl_megatron.fp8.gpu.attention_backward import packed_attention_backward
 from jetrl_megatron.fp8.gpu.elementwise import moe_combine, rope
 from jetrl_megatron.fp8.gpu.linear import linear
 from jetrl_megatron.fp8.gpu.linear import routed_linear as _routed_linear
@@ -23,6 +25,8 @@ from jetrl_megatron.ops import reference
 __all__ = [
     "add_rmsnorm",
     "attention",
+    "attention_backward",
+    "attention_forward",
     "expert_weights",
     "linear",
     "logprob",
@@ -99,6 +103,19 @@ def row_parallel_linear(
     partial = linear(x, prepared)
     integers, scale = reference.grid(partial, _PARTIAL_BITS, maximum(reference.row_max(partial)))
     return sum_fp64(integers).mul_(scale).float()
+
+
+def attention_forward(*inputs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`attention`, and what its backward needs besides the inputs: the result, and of every row the largest score
+    and the sum of weights."""
+    states = plan_attention(*inputs).run()
+    return states.out, (states.out, states.tops, states.totals)
+
+
+def attention_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Sequence[Tensor], cu: Sequence[int], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return packed_attention_backward(dout, q, k, v, States(*saved), cu, scale)
 
 
 def logprob(logits: Tensor, targets: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -65,7 +66,12 @@ REPRESENTATIVE = (
     "routed BF16 linear",
     "GEMM WGrad",
     "attention",
+    "attention, split decode",
+    "attention, merge of segments",
+    "attention backward, dq",
+    "attention backward, dk and dv",
 )
+LARGE = ("attention", "attention backward, dk and dv")  # two fp32 tiles besides the scores: all 255 registers
 
 
 class HopperDriver:
@@ -98,22 +104,62 @@ def test_what_is_checked_is_what_is_launched(name: str, monkeypatch: pytest.Monk
     assert launched.asm["ptx"] == plan.compile().asm["ptx"]
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+def assemble(name: str, folder: Path) -> tuple[Path, str]:
+    """The kernel's cubin in the folder, and the assembler's report."""
+    source, cubin = folder / "kernel.ptx", folder / "cubin"
+    source.write_text(EXPECTATIONS[name].plan.compile().asm["ptx"])
+    command = [get_ptxas(90).path, "-v", "--fmad=false", "--gpu-name=sm_90a", str(source), "-o", str(cubin)]
+    return cubin, subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("name", [name for name in REPRESENTATIVE if name not in LARGE])
 def test_no_spills(name: str, tmp_path: Path) -> None:
     """Registers suffice: the assembler reports no spills and no stack."""
-    source = tmp_path / "kernel.ptx"
-    source.write_text(EXPECTATIONS[name].plan.compile().asm["ptx"])
-    command = [
-        get_ptxas(90).path,
-        "-v",
-        "--fmad=false",
-        "--gpu-name=sm_90a",
-        str(source),
-        "-o",
-        str(tmp_path / "cubin"),
-    ]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    _, report = assemble(name, tmp_path)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+
+
+def innermost_loops(instructions: list[str]) -> list[list[str]]:
+    """Bodies of the loops of disassembled code that hold no other loop."""
+    labels, loops = {}, []
+    for i, line in enumerate(instructions):
+        if label := re.match(r"(\.L\w+):", line):
+            labels[label[1]] = i
+        elif (branch := re.search(r"BRA.*\((\.L\w+)\)", line)) and branch[1] in labels:
+            loops.append((labels[branch[1]], i))
+    inner = [(a, b) for a, b in loops if not any((a, b) != (c, d) and a <= c and d <= b for c, d in loops)]
+    return [instructions[a:b] for a, b in inner]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_no_spills_in_loops(name: str, tmp_path: Path) -> None:
+    """Where registers do not suffice, what is spilled waits outside the loop over keys or queries (the only innermost
+    loop with tensor-core products), which neither stores nor loads it."""
+    cubin, report = assemble(name, tmp_path)
+    spilled = re.search(r"(\d+) bytes stack frame", report)
+    assert spilled is not None
+    assert int(spilled[1]) <= 80
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(cubin)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    (loop,) = [body for body in innermost_loops(listing) if any("HGMMA" in line for line in body)]
+    assert not [line for line in loop if re.search(r"\b(STL|LDL)\b", line)]
+
+
+def test_both_forms_of_attention_loop_alike() -> None:
+    """One program per tile and split over keys: the loop over keys is the same sequence of arithmetic instructions."""
+    loops = []
+    for name in ("attention", "attention, decode", "attention, split decode"):
+        lines = EXPECTATIONS[name].plan.compile().asm["ptx"].splitlines()
+        found = [
+            re.match(r"\s*(?:@!?%\w+\s+)?((?:wgmma\.mma|ex2|mul\.rn|add\.rn|sub\.rn|max|shfl)[\w.:]*)", x)
+            for x in lines
+        ]
+        names = [match[1] for match in found if match is not None]
+        first = next(i for i, x in enumerate(names) if x.startswith("wgmma"))
+        last = max(i for i, x in enumerate(names) if x.startswith("wgmma"))
+        loops.append(names[first : last + 1])
+    assert loops[0] == loops[1] == loops[2]
+    assert sum(x.startswith("ex2") for x in loops[0]) == 34  # 32 weights of a thread, its two rows' rescaling
 
 
 def test_fusion_is_caught() -> None:
