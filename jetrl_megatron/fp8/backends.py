@@ -72,8 +72,9 @@ class Backend(Protocol):
         """x [M, K] quantized (here, unless it comes quantized) and multiplied: [M, N], the accumulator rounded once to
         `dtype`, and the quantized x."""
 
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        """dY [T, N] times the transposed weight: dX [T, K]."""
+    def matmul(self, a: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+        """A [M, K], quantized along K, times the weight [N, K] transposed: [M, N], rounded once. DGrad: dY times the
+        weight prepared transposed. The bits of `fprop` with one segment."""
 
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         """dY^T [N, T] times X [T, K] in fp32: added to main_grad [N, K] if there is one, else new."""
@@ -89,8 +90,8 @@ class Backend(Protocol):
         """x: the groups' rows [M_g, K], one after the other in memory; quantized: of all of them. [M, N] and the
         quantized groups."""
 
-    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
-        """dY [T_g, N] of every group: dX [T, K]."""
+    def matmul_grouped(self, a: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        """A [M_g, K] of every group: [M, N]."""
 
     def wgrad_grouped(
         self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]
@@ -145,8 +146,8 @@ class GroupLoops(Backend):
         y, found = self.fprop_grouped(groups, experts.each, num_segments, dtype, quantized)
         return y if used == len(x) else torch.cat([y, y.new_zeros(len(x) - used, y.shape[1])]), found
 
-    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
-        return joined([self.dgrad(rows, weight, dtype) for rows, weight in zip(dy, weights, strict=True)])
+    def matmul_grouped(self, a: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        return joined([self.matmul(rows, weight, dtype) for rows, weight in zip(a, weights, strict=True)])
 
     def wgrad_grouped(
         self, dy_t: Sequence[Fp8Tensor], x_t: Sequence[Fp8Tensor], main_grads: Sequence[Tensor | None]

@@ -30,24 +30,24 @@ class DeepGemmBackend(TritonQuantizer):
             return str(error)
         return None
 
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+    def matmul(self, a: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
         grid = weight.grid if dtype == torch.bfloat16 else None
-        y = deep_gemm.execute(deep_gemm.prepare_gemm(dy, weight.codes, weight.scale.t(), grid))
+        y = deep_gemm.execute(deep_gemm.prepare_gemm(a, weight.codes, weight.scale.t(), grid))
         if y is None:
-            return torch.empty(0, weight.num_rows, dtype=dtype, device=dy.data.device)
+            return torch.empty(0, weight.num_rows, dtype=dtype, device=a.data.device)
         return y.to(dtype)
 
-    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+    def matmul_grouped(self, a: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
         """One call, unless the result is fp32 or a weight has no 128x128 grid, which the grouped GEMM needs."""
         grids = [weight.grid for weight in weights]
         found = [grid for grid in grids if grid is not None]
-        if dtype != torch.bfloat16 or len(found) < len(grids) or len(dy) == 1:
-            return super().dgrad_grouped(dy, weights, dtype)
+        if dtype != torch.bfloat16 or len(found) < len(grids) or len(a) == 1:
+            return super().matmul_grouped(a, weights, dtype)
         alignment = deep_gemm.library().get_mk_alignment_for_contiguous_layout()
         codes = deep_gemm.stacked([weight.codes for weight in weights])
-        num_rows = [len(rows.data) for rows in dy]
+        num_rows = [len(rows.data) for rows in a]
         call, layout = deep_gemm.prepare_grouped(
-            Fp8Tensor.joined(dy), num_rows, codes, deep_gemm.stacked(found), alignment
+            Fp8Tensor.joined(a), num_rows, codes, deep_gemm.stacked(found), alignment
         )
         y = deep_gemm.execute(call)
         if y is None:

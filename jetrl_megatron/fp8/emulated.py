@@ -50,8 +50,8 @@ class Emulated(GroupLoops):
     ) -> tuple[Tensor, Fp8Tensor]:
         return quantized_matmul(x, weight, num_segments, dtype, quantized)
 
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        return gemm_nt(dy, weight).to(dtype)
+    def matmul(self, a: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+        return gemm_nt(a, weight).to(dtype)
 
     def wgrad(self, dy_t: Fp8Tensor, x_t: Fp8Tensor, main_grad: Tensor | None) -> Tensor:
         dw = gemm_nt(dy_t, prepare_weight(x_t))

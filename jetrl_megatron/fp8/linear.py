@@ -112,7 +112,7 @@ def _fprop_gathered(
     note("internal", "x", mine)
     note("internal", "accumulator", torch.float32)
     codes, scale = shared.gather([mine.data, mine.scale])()
-    return active().dgrad(Fp8Tensor(codes, scale, fmt), weight.fprop, dtype), [mine]
+    return active().matmul(Fp8Tensor(codes, scale, fmt), weight.fprop, dtype), [mine]
 
 
 def fp8_linear(
@@ -244,7 +244,7 @@ def _dgrad(
     ]
     note("internal", "dy of DGrad", operands)
     note("internal", "weight of DGrad", weights)
-    return active().dgrad_grouped(operands, prepared, dtype)
+    return active().matmul_grouped(operands, prepared, dtype)
 
 
 def _dgrad_operand(dy: Tensor, order: Tensor | None, recipe: Fp8Recipe) -> Fp8Tensor:

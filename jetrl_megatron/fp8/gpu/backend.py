@@ -60,7 +60,7 @@ class TritonQuantizer(GroupLoops):
         check_one_chain(num_segments)
         if quantized is None:
             quantized = self.quantize_rows(x, weight.format)
-        return self.dgrad(quantized, weight, dtype), quantized
+        return self.matmul(quantized, weight, dtype), quantized
 
     def fprop_grouped(
         self,
@@ -74,7 +74,7 @@ class TritonQuantizer(GroupLoops):
         if quantized is None:
             quantized = self.quantize_rows(joined(x), weights[0].format)
         groups = quantized.split([len(rows) for rows in x])
-        return self.dgrad_grouped(groups, weights, dtype), groups
+        return self.matmul_grouped(groups, weights, dtype), groups
 
 
 def check_one_chain(num_segments: int) -> None:
@@ -91,8 +91,8 @@ class TritonBackend(TritonQuantizer):
     def unusable(self) -> str | None:
         return None if interpreting() else gpu_unusable(TRITON_CAPABILITY, None, "the triton backend")
 
-    def dgrad(self, dy: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
-        return gemm_nt((dy.data, dy.scale), (weight.codes, weight.scale.t()), dtype)
+    def matmul(self, a: Fp8Tensor, weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
+        return gemm_nt((a.data, a.scale), (weight.codes, weight.scale.t()), dtype)
 
     def fprop_routed(
         self,
@@ -115,13 +115,13 @@ class TritonBackend(TritonQuantizer):
         out = torch.float32 if main_grad is None else main_grad
         return gemm_nt((dy_t.data, dy_t.scale), (x_t.data, x_t.scale), out)
 
-    def dgrad_grouped(self, dy: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
-        if len(dy) == 1:  # a lone group needs no table of GEMMs, which the host would copy to the device
-            return super().dgrad_grouped(dy, weights, dtype)
-        num_rows = [len(rows.data) for rows in dy]
-        out = torch.empty(sum(num_rows), weights[0].num_rows, dtype=dtype, device=dy[0].data.device)
+    def matmul_grouped(self, a: Sequence[Fp8Tensor], weights: Sequence[PreparedWeight], dtype: torch.dtype) -> Tensor:
+        if len(a) == 1:  # a lone group needs no table of GEMMs, which the host would copy to the device
+            return super().matmul_grouped(a, weights, dtype)
+        num_rows = [len(rows.data) for rows in a]
+        out = torch.empty(sum(num_rows), weights[0].num_rows, dtype=dtype, device=a[0].data.device)
         grouped_gemm_nt(
-            [(rows.data, rows.scale) for rows in dy],
+            [(rows.data, rows.scale) for rows in a],
             [(weight.codes, weight.scale.t()) for weight in weights],
             out.split(num_rows),
         )

@@ -177,7 +177,7 @@ def _speeds_of(name: str, device: str, model: str, weight: Fp8Weight, w: Tensor,
 
     def backward() -> None:
         rows, dy_t = backend.quantize_both(dy, fmt)
-        backend.dgrad(rows, transposed, torch.bfloat16)
+        backend.matmul(rows, transposed, torch.bfloat16)
         backend.wgrad(dy_t, backend.requantize_columns(saved, torch.bfloat16), main_grad)
 
     def bf16_backward() -> None:

@@ -100,8 +100,8 @@ def _check_backward(
     fmt = saved[1].format
     if weight.dgrad.order is None:
         rows, dy_t = backend.quantize_both(dy.to(device), fmt)
-        dx = backend.dgrad(rows, _to(weight.dgrad, device), torch.bfloat16)
-        expected = exact.dgrad(exact.quantize_rows(dy, fmt), weight.dgrad, torch.bfloat16)
+        dx = backend.matmul(rows, _to(weight.dgrad, device), torch.bfloat16)
+        expected = exact.matmul(exact.quantize_rows(dy, fmt), weight.dgrad, torch.bfloat16)
         yield Agreement(name, "DGrad", case, relative_error(dx, expected), BF16_BOUND)
     else:
         dy_t = backend.quantize_columns(dy.to(device), fmt)
@@ -199,8 +199,8 @@ def check_experts(name: str, device: str, counts: list[int], k: int, n: int) -> 
     wanted = torch.cat([y, torch.zeros_like(y[:3])])
     yield Agreement(name, "routed FProp = grouped", case, num_different(routed, wanted), 0)
     operands = [backend.quantize_rows(group, fmt) for group in dy_rows]
-    dx = backend.dgrad_grouped(operands, dgrad, torch.bfloat16)
-    wanted = GroupLoops.dgrad_grouped(backend, operands, dgrad, torch.bfloat16)  # type: ignore[arg-type]
+    dx = backend.matmul_grouped(operands, dgrad, torch.bfloat16)
+    wanted = GroupLoops.matmul_grouped(backend, operands, dgrad, torch.bfloat16)  # type: ignore[arg-type]
     yield Agreement(name, "grouped DGrad = dense", case, num_different(dx, wanted), 0)
     dy_t, x_t = ([backend.quantize_columns(group, fmt) for group in groups] for groups in (dy_rows, rows))
     grads: list[list[Tensor | None]] = [[torch.ones(n, k, device=device) for _ in counts] for _ in range(2)]

@@ -193,7 +193,7 @@ def test_an_update_moves_nothing(double: None) -> None:
             assert torch.equal(after.view(torch.uint8), value.view(torch.uint8))
         x = quantize_rows(randn(5, 384), FMT)
         for dtype in (torch.bfloat16, torch.float32):
-            got, want = (WithTorchQuantizers().dgrad(x, w.fprop, dtype) for w in (weight, fresh))
+            got, want = (WithTorchQuantizers().matmul(x, w.fprop, dtype) for w in (weight, fresh))
             assert torch.equal(got, want)
 
 
