@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .PHONY: help setup quickstart test test-fast test-launch test-nemo fuzz lint docker-lint lock format bench gpu-check \
-	gpu-check-kernels bench-gpu clean
+	gpu-check-kernels bench-gpu bench-gpu-models clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -73,6 +73,12 @@ gpu-check-kernels:  ## GPU kernels against their references, linears, times; res
 
 bench-gpu:  ## times of GPU kernels and linears only; results in build/gpu_bench.json
 	$(GPU_PY) -m jetrl_megatron.ops.gpu bench --out build/gpu_bench.json
+
+BACKEND ?= triton
+
+bench-gpu-models: setup  ## block, model, training step, memory and sync on a GPU, shapes of Qwen3-8B, 14B and 32B
+	@set -e; for shape in 8B 14B 32B; do \
+	  $(PY) benchmarks/bench_model.py --backend "$(BACKEND)" --shape $$shape --length 2048; done
 
 clean:  ## remove caches and build outputs (keeps $(VENV) and runs/)
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache ./*.egg-info

@@ -26,6 +26,8 @@ from jetrl_megatron.fp8.gemm import PreparedWeight, prepare_transposed, prepare_
 from jetrl_megatron.fp8.quantize import GridSlice
 from jetrl_megatron.fp8.recorder import differentiated, note
 
+OnGradient = Callable[[Tensor], None]
+
 
 def quantize_weight(
     weight: Tensor,
@@ -86,12 +88,14 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
+    on_dx: OnGradient | None = None,
 ) -> Tensor:
     """x [T, K] bf16 -> x @ W^T [T, N], the fp32 accumulator rounded once to `dtype`.
 
-    master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient.
+    master: the bf16 weight [N, K] that `weight` was quantized from; it receives the gradient. on_dx: in backward, told
+    dX [T, K] before WGrad is computed.
     """
-    return fp8_grouped_linear(x, [len(x)], [master], [weight], recipe, num_segments, dtype)
+    return fp8_grouped_linear(x, [len(x)], [master], [weight], recipe, num_segments, dtype, on_dx)
 
 
 def fp8_grouped_linear(
@@ -102,11 +106,12 @@ def fp8_grouped_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
+    on_dx: OnGradient | None = None,
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [T, K], sorted by group, num_rows per group -> [T, N]. The weights have
     one shape."""
     if torch.is_grad_enabled() and (x.requires_grad or any(master.requires_grad for master in masters)):
-        y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, *masters)
+        y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, on_dx, *masters)
         return y
     return _fprop(x, num_rows, weights, num_segments, dtype)[0]
 
@@ -122,11 +127,13 @@ class _Fp8Linear(torch.autograd.Function):
         recipe: Fp8Recipe,
         num_segments: int,
         dtype: torch.dtype,
+        on_dx: OnGradient | None,
         *masters: Tensor,
     ) -> Tensor:
         x = x.detach()
         y, quantized = _fprop(x, num_rows, weights, num_segments, dtype)
         ctx.num_rows, ctx.weights, ctx.recipe, ctx.masters, ctx.dtype = num_rows, weights, recipe, masters, x.dtype
+        ctx.on_dx = on_dx
         groups = x.split(list(num_rows))
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(*groups)
@@ -142,20 +149,22 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].to(ctx.dtype).split(list(ctx.num_rows))
         recipe, weights, masters = ctx.recipe, ctx.weights, ctx.masters
-        need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
-        assert need_dw == all(ctx.needs_input_grad[6:])  # weights of one call are trained or frozen together
+        need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
+        assert need_dw == all(ctx.needs_input_grad[7:])  # weights of one call are trained or frozen together
         per_group = 1 if recipe.saved_activation == "bf16" else 2
         saved = [ctx.saved_tensors[i : i + per_group] for i in range(0, len(ctx.saved_tensors), per_group)]
         operands: list[tuple[Fp8Tensor | None, Fp8Tensor | None]] = [(None, None)] * len(dy)
         if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weights[0].dgrad.order is None:
             operands = [active().quantize_both(rows, recipe.format) for rows in dy]
         dx = _dgrad(dy, [rows for rows, _ in operands], masters, weights, recipe) if need_dx else None
+        if dx is not None and ctx.on_dx is not None:
+            ctx.on_dx(dx)
         dw: list[Tensor | None] = [None] * len(masters)
         if need_dw and recipe.wgrad == "fp8":
             dw = [*_wgrad(dy, [columns for _, columns in operands], saved, masters, recipe)]
         elif need_dw:
             dw = [_wgrad_bf16(*group, recipe) for group in zip(dy, saved, masters, strict=True)]
-        return dx, None, None, None, None, None, *dw
+        return dx, None, None, None, None, None, None, *dw
 
 
 def _dgrad(

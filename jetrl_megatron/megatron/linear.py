@@ -13,11 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 from torch import Tensor
 
 from jetrl_megatron import ops
@@ -32,6 +28,7 @@ from jetrl_megatron.fp8 import (
     whole,
 )
 from jetrl_megatron.megatron.collectives import ordered_sum, share_amax
+from jetrl_megatron.megatron.overlap import ColumnParallelInput
 
 
 @dataclass
@@ -126,14 +123,14 @@ class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
         tp_group: dist.ProcessGroup | None = None,
         **_unused: Any,
     ) -> Tensor:
-        if allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        if sequence_parallel:
-            input = gather_from_sequence_parallel_region(input, group=tp_group)
+        on_dx = None
+        if tp_group is not None and tp_group.size() > 1 and (allreduce_dgrad or sequence_parallel):
+            region = ColumnParallelInput(tp_group, sequence_parallel)
+            input, on_dx = region.enter(input), region.start
         if self.precision.fp8:
-            y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe)
+            y = ops.fp8_linear(input, weight, self.fp8_weight(), self.precision.recipe, on_dx=on_dx)
         else:
-            y = ops.linear(input, weight, self.exact_weight())
+            y = ops.linear(input, weight, self.exact_weight(), on_dx)
         return y if bias is None else ops.bias_add(y, bias)
 
 

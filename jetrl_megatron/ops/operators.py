@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
-from jetrl_megatron.fp8.linear import Fp8Weight, accumulate_main_grad
+from jetrl_megatron.fp8.linear import Fp8Weight, OnGradient, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.recorder import differentiated, note
@@ -127,11 +127,12 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     reduce: Reduce | None = None,
+    on_dx: OnGradient | None = None,
 ) -> Tensor:
     """x [..., K] -> [..., N] through the FP8 weight; `reduce` (over tensor-parallel ranks) sees the fp32 accumulator
-    before the one rounding."""
+    before the one rounding. on_dx: in backward, told dX [T, K] before WGrad is computed."""
     dtype = x.dtype if reduce is None else torch.float32
-    y = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments, dtype)
+    y = _fp8_linear(x.reshape(-1, x.shape[-1]), master, weight, recipe, num_segments, dtype, on_dx)
     if reduce is not None:
         y = reduce(y).to(x.dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -169,9 +170,9 @@ class ExactWeight:
 
 
 @operator("linear")
-def linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
-    """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype."""
-    return _linear(x, master, weight).to(x.dtype)
+def linear(x: Tensor, master: Tensor, weight: ExactWeight, on_dx: OnGradient | None = None) -> Tensor:
+    """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype. on_dx: as for `fp8_linear`."""
+    return _linear(x, master, weight, on_dx).to(x.dtype)
 
 
 @operator("linear")
@@ -241,14 +242,16 @@ def lm_head(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
     return _linear(x, master, weight)
 
 
-def _linear(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
-    y = _apply_linear(lambda x2: kernels().linear(x2, weight.prepared), x.reshape(-1, x.shape[-1]), master)
+def _linear(x: Tensor, master: Tensor, weight: ExactWeight, on_dx: OnGradient | None = None) -> Tensor:
+    y = _apply_linear(lambda x2: kernels().linear(x2, weight.prepared), x.reshape(-1, x.shape[-1]), master, on_dx)
     return y.view(*x.shape[:-1], master.shape[0])
 
 
-def _apply_linear(forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor) -> Tensor:
+def _apply_linear(
+    forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, on_dx: OnGradient | None = None
+) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
-        y: Tensor = _ExactLinear.apply(forward, x, master)
+        y: Tensor = _ExactLinear.apply(forward, x, master, on_dx)
         return y
     return forward(x)
 
@@ -258,10 +261,12 @@ class _ExactLinear(torch.autograd.Function):
     """Exact fp32 output; gradients are bf16 GEMMs, dW in fp32 into `main_grad` where that exists."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, on_dx: OnGradient | None
+    ) -> Tensor:
         ctx.save_for_backward(x)
         note("saved", "x", x)
-        ctx.master = master
+        ctx.master, ctx.on_dx = master, on_dx
         return forward(x)
 
     @staticmethod
@@ -269,10 +274,12 @@ class _ExactLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         dy = grads[0].to(x.dtype)
         dx = dy @ ctx.master.detach().to(x.dtype) if ctx.needs_input_grad[1] else None
+        if dx is not None and ctx.on_dx is not None:
+            ctx.on_dx(dx)
         dw = None
         if ctx.needs_input_grad[2]:
             dw = accumulate_main_grad(ctx.master, dy.float().t() @ x.float())
-        return None, dx, dw
+        return None, dx, dw, None
 
 
 @operator("logprob")
