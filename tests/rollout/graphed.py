@@ -1,7 +1,8 @@
 """SGLang's own decode graph runner around a real model with our operators, its graphs recorded instead of captured
 (`tests/support/recorded_graph.py`), in an engine's environment and Triton's interpreter.
 
-Arguments: model folder, quantization method, bundle A, bundle B, output folder, which gets found.pt.
+Arguments: model folder, quantization method, bundle A, bundle B, 1 for a long prompt and controls, output folder, which
+gets found.pt.
 """
 
 from __future__ import annotations
@@ -19,18 +20,17 @@ from torch import Tensor
 from tests.support.recorded_graph import RecordedGraph
 
 CAPTURED_BATCH = 4
-PROMPTS = (5, 70, 9)  # lengths in tokens: one needs a second block of keys
 
 
 def main() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    model_dir, method, bundle_a, bundle_b, out = sys.argv[1:6]
+    model_dir, method, bundle_a, bundle_b, thorough, out = sys.argv[1:7]
     runner = load_runner(Path(model_dir), method)
     update(runner, bundle_a)
     graph_runner = captured(runner)
-    batch = prefill(runner)
+    batch = prefill(runner, (5, 520 if thorough == "1" else 20, 9))  # 520 tokens: a second segment of keys
     generator = torch.Generator().manual_seed(0)
 
     def step() -> tuple[Tensor, Tensor]:
@@ -55,7 +55,7 @@ def main() -> None:
     found["moved"] = len(inputs ^ again)
     found["num_inputs"] = len(inputs)
     found["watched"] = watched(runner, batch, graph_runner)
-    if method == "jetrl_fp8":
+    if thorough == "1":
         found["controls"] = controls(runner, step, bundle_a)
     torch.save(found, Path(out) / "found.pt")
 
@@ -67,7 +67,7 @@ def load_runner(model_dir: Path, method: str) -> Any:
 
     from jetrl_megatron.rollout.engine import EngineSpec
 
-    spec = EngineSpec(model_dir, method, 1, CAPTURED_BATCH, 512, 128, 0.3, 1, 0, model_dir / "log")
+    spec = EngineSpec(model_dir, method, 1, CAPTURED_BATCH, 1024, 1024, 0.3, 1, 0, model_dir / "log")
     server_args = ServerArgs(**spec.server_args())
     server_args.resolve_once()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -136,11 +136,11 @@ def no_stream(**_kwargs: Any) -> Any:
     return contextlib.nullcontext(SimpleNamespace(stream=None))
 
 
-def prefill(runner: Any) -> Any:
+def prefill(runner: Any, lengths: tuple[int, ...]) -> Any:
     from sglang.benchmark import one_batch
 
     generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in PROMPTS]
+    ids = [torch.randint(3, 100, (length,), generator=generator).tolist() for length in lengths]
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(ids), 0, custom_inputs=ids)
     return one_batch.extend(requests, runner)[2]
 
