@@ -3,7 +3,8 @@
 Torch's operators are seen by a dispatch mode, launches of our Triton kernels (in Triton's interpreter) at `Plan.run`.
 As in a real capture, host values are frozen, addresses too, results stay where they were in the capture, no Python of
 the model runs in a replay, and whatever would make the host wait for the device is refused: values read, shapes that
-depend on values, tensors made from host data.
+depend on values, tensors made from host data. On a CPU a copy of a tensor between devices is none, so that alone goes
+unseen.
 """
 
 from __future__ import annotations
