@@ -79,7 +79,7 @@ BACKEND ?= triton
 
 bench-gpu-models: setup  ## on a GPU: block, model, training step, memory, sync of 8B, 14B and 32B shapes; rollout of 8B
 	@set -e; for shape in 8B 14B 32B; do \
-	  $(PY) benchmarks/bench_model.py --backend "$(BACKEND)" --shape $$shape --length 2048; done; \
+	  $(PY) benchmarks/bench_model.py --backend "$(BACKEND)" --shape $$shape --sequences 2 --length 2048; done; \
 	for tokens in 4096 8192 16384; do \
 	  $(PY) benchmarks/bench_rollout.py --backend "$(BACKEND)" --shape 8B --prompts 512 --samples 1 --concurrent 128 \
 	    --prompt-tokens 512 --new-tokens $$tokens --rounds 1; done

@@ -9,6 +9,7 @@ fp32 masters (Transformer Engine's or Apex's fused one where installed); stock h
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -224,6 +225,9 @@ def main() -> None:
     stock = work_of_stock(config, ids, device)
     measured = list(rows(work_of_ours(trainable, ids), stock, args.rounds, device))
     del stock
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()  # the engine takes its share of what is free
     with tempfile.TemporaryDirectory() as folder:
         report = measure_sync(trainable.policy, config, args, Path(folder))
     show(args, measured, report)

@@ -5,7 +5,8 @@ batch of 16, with log-probs of the sampled tokens, at temperature 1 and without 
 asked in turn; an idle engine sleeps. A first short round warms both up. Besides the wall time, the CPU time of the
 engines' processes is measured, which other load on the machine disturbs less.
 
-With `--backend triton|deep_gemm` on a GPU: 0, stock SGLang as it comes (its attention, CUDA graphs), and e.g.
+With `--backend triton|deep_gemm` on a GPU: GPU 0, one engine after the other, each with most of the memory; stock
+SGLang with its defaults (attention, overlapped scheduling, CUDA graphs); e.g.
 `--shape 8B --prompts 512 --samples 1 --concurrent 128 --prompt-tokens 512 --new-tokens 4096`.
 """
 
@@ -18,8 +19,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from jetrl_megatron.config import ModelDims
 from jetrl_megatron.fp8 import Fp8Format, compact_weight_scale, quantize_weight
 from jetrl_megatron.rollout.engine import EngineSpec, Request, Sampling
 from jetrl_megatron.rollout.sglang_engine import SglangEngine
-from jetrl_megatron.weights.bundle import write_bundle
+from jetrl_megatron.weights.bundle import Bundle, write_bundle
 from jetrl_megatron.weights.io import HfCheckpoint
 from jetrl_megatron.weights.plan import ConversionPlan
 
@@ -43,9 +45,13 @@ TARGET_RATIOS = {"compiled": 1.0, "torch": 0.3}
 OURS, STOCK = "jetrl fp8, {}", "stock bf16"
 WARM_UP_TOKENS = 2
 TEMPERATURE = 1.0
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S, REQUEST_TIMEOUT_S = 600.0, 4 * 3600.0
+GPU_FRACTION = 0.85
+SPARE_TOKENS = 2  # of the context that SGLang keeps back from a request
 QUANTIZATION = {"quant_method": "jetrl_fp8", "granularity": "block", "scale_format": "fp32"}
 EMULATED = "emulated"
+
+Engine = SglangEngine | StockEngine
 
 
 @dataclass
@@ -101,7 +107,8 @@ def a_model(work: Path, args: argparse.Namespace) -> Path:
     if args.shape is None:
         return SMOLLM2 if SMOLLM2.is_dir() else random_llama(work / "random_llama")
     folder = work / f"random_qwen3_{args.shape}"
-    random_qwen3(qwen3_config(args.shape, args.layers, args.prompt_tokens + args.new_tokens)).save_pretrained(folder)
+    length = args.prompt_tokens + args.new_tokens + SPARE_TOKENS
+    random_qwen3(qwen3_config(args.shape, args.layers, length)).save_pretrained(folder)
     return folder
 
 
@@ -134,29 +141,37 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(model: Path, work: Path, args: argparse.Namespace) -> dict[str, Rounds]:
-    """By engine: ours in every kernel set, and stock."""
+    """By engine: ours in every kernel set, and stock. On a CPU all are up and take turns; a GPU's memory is for one."""
     torch.set_num_threads(1)
     checkpoint = HfCheckpoint(model)
     bundle = write_bundle(work / "bundle", 1, fp8_tensors(checkpoint), 1 << 28)
-    with contextlib.ExitStack() as started:
-        engines: dict[str, SglangEngine | StockEngine] = {}
-        for kernels in args.kernels:
-            spec = start_spec(checkpoint, work, kernels, args)
-            with using_kernels(kernels):
-                ours = SglangEngine(spec, START_TIMEOUT_S, request_timeout_s=3600.0)
-            started.callback(ours.shutdown)
-            ours.load_weights(bundle)
-            engines[OURS.format(kernels)] = ours
-        log = started.enter_context(open(work / "stock.log", "wb"))
-        engines[STOCK] = StockEngine(stock_args(spec, checkpoint, work), log)
-        started.callback(engines[STOCK].shutdown)
-        vocab_size = checkpoint.config["vocab_size"]
-        return take_turns(engines, vocab_size, args)
+    specs = {kernels: start_spec(checkpoint, work, kernels, args) for kernels in args.kernels}
+    starts: dict[str, Callable[[], Engine]] = {
+        OURS.format(kernels): partial(start_ours, spec, kernels, bundle) for kernels, spec in specs.items()
+    }
+    stock = stock_args(next(iter(specs.values())), checkpoint, work)
+    starts[STOCK] = lambda: StockEngine(stock, open(work / "stock.log", "wb"))  # noqa: SIM115
+    vocab_size = checkpoint.config["vocab_size"]
+    together = [list(starts)] if args.backend == EMULATED else [[name] for name in starts]
+    results: dict[str, Rounds] = {}
+    for names in together:
+        with contextlib.ExitStack() as started:
+            engines = {}
+            for name in names:
+                engines[name] = starts[name]()
+                started.callback(engines[name].shutdown)
+            results |= take_turns(engines, vocab_size, args)
+    return results
 
 
-def take_turns(
-    engines: dict[str, SglangEngine | StockEngine], vocab_size: int, args: argparse.Namespace
-) -> dict[str, Rounds]:
+def start_ours(spec: EngineSpec, kernels: str, bundle: Bundle) -> SglangEngine:
+    with using_kernels(kernels):
+        engine = SglangEngine(spec, START_TIMEOUT_S, REQUEST_TIMEOUT_S)
+    engine.load_weights(bundle)
+    return engine
+
+
+def take_turns(engines: dict[str, Engine], vocab_size: int, args: argparse.Namespace) -> dict[str, Rounds]:
     results = {name: Rounds() for name in engines}
     for number in range(args.rounds + 1):
         count = args.new_tokens if number else WARM_UP_TOKENS
@@ -173,7 +188,7 @@ def take_turns(
     return results
 
 
-def generate(engine: SglangEngine | StockEngine, prompts: list[list[int]], count: int) -> list[int]:
+def generate(engine: Engine, prompts: list[list[int]], count: int) -> list[int]:
     """Number of generated tokens per prompt."""
     if isinstance(engine, StockEngine):
         sampling = {"temperature": TEMPERATURE, "max_new_tokens": count, "ignore_eos": True}
@@ -197,7 +212,7 @@ def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str, args: argpars
         max_running_requests=args.concurrent,
         max_total_tokens=max(8192, args.concurrent * (args.prompt_tokens + args.new_tokens)),
         chunked_prefill_tokens=2048,
-        mem_fraction_static=0.3,
+        mem_fraction_static=0.3 if emulated else GPU_FRACTION,
         num_threads=1,
         port=0,
         log_file=work / f"engine_{kernels}.log",
@@ -208,7 +223,7 @@ def start_spec(checkpoint: HfCheckpoint, work: Path, kernels: str, args: argpars
 
 def stock_args(spec: EngineSpec, checkpoint: HfCheckpoint, work: Path) -> dict[str, Any]:
     """The same server, without anything of ours: no quantization, SGLang's own sampler, and on a CPU torch's
-    attention."""
+    attention; on a GPU SGLang's defaults but for the share of the memory and the number of requests."""
     folder = work / "stock_model"
     folder.mkdir()
     for file in checkpoint.path.glob("*.safetensors*"):
@@ -217,7 +232,9 @@ def stock_args(spec: EngineSpec, checkpoint: HfCheckpoint, work: Path) -> dict[s
     ours_only = {"load_format", "custom_weight_loader", "quantization", "enable_deterministic_inference"}
     args = spec.server_args() | {"model_path": str(folder), "attention_backend": "torch_native"}
     if spec.first_gpu is not None:
-        ours_only |= {key for key in args if key.startswith("cuda_graph")} | {"attention_backend", "sampling_backend"}
+        ours_only |= {key for key in args if key.startswith("cuda_graph")}
+        ours_only |= {"attention_backend", "sampling_backend", "disable_overlap_schedule", "sleep_on_idle"}
+        ours_only |= {"chunked_prefill_size", "max_total_tokens"}
     return {key: value for key, value in args.items() if key not in ours_only}
 
 

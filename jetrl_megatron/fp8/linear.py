@@ -100,11 +100,20 @@ def _fprop(
     return y, quantized
 
 
-def _fprop_gathered(
-    x: Tensor, weight: Fp8Weight, shared: SharedInput, dtype: torch.dtype
+def _fprop_shared(
+    x: Tensor,
+    num_rows: Sequence[int],
+    weights: Sequence[Fp8Weight],
+    num_segments: int,
+    dtype: torch.dtype,
+    shared: SharedInput | None,
 ) -> tuple[Tensor, list[Fp8Tensor]]:
-    """FProp of all ranks' rows, which travel as codes: all results, and the codes of this rank's rows."""
+    """FProp of all ranks' rows, and the codes of this rank's, which is what travels."""
+    if shared is None or not shared.splits_rows:
+        return _fprop(x, num_rows, weights, num_segments, dtype)
+    (weight,) = weights
     fmt = weight.fprop.format
+    assert num_segments == 1
     assert fmt.granularity != "tensor"  # no row's scales depend on another rank's rows
     mine = carried(x, fmt)
     if mine is None:
@@ -147,9 +156,7 @@ def fp8_grouped_linear(
     if torch.is_grad_enabled() and (x.requires_grad or any(master.requires_grad for master in masters)):
         y: Tensor = _Fp8Linear.apply(x, num_rows, weights, recipe, num_segments, dtype, shared, *masters)
         return y
-    if shared is not None and shared.splits_rows:
-        return _fprop_gathered(x, weights[0], shared, dtype)[0]
-    return _fprop(x, num_rows, weights, num_segments, dtype)[0]
+    return _fprop_shared(x, num_rows, weights, num_segments, dtype, shared)[0]
 
 
 def fp8_routed_linear(
@@ -180,13 +187,10 @@ class _Fp8Linear(torch.autograd.Function):
     ) -> Tensor:
         x = x.detach()
         ctx.weights, ctx.recipe, ctx.masters, ctx.dtype, ctx.shared = weights, recipe, masters, x.dtype, shared
-        if shared is not None and shared.splits_rows:
-            assert recipe.saved_activation != "columnwise"  # this rank's rows begin anywhere in a group of 128 tokens
-            y, quantized = _fprop_gathered(x, weights[0], shared, dtype)
-            ctx.num_rows = [len(y)]
-        else:
-            y, quantized = _fprop(x, num_rows, weights, num_segments, dtype)
-            ctx.num_rows = num_rows
+        # of a rank's own rows nothing can be kept along tokens: they begin anywhere in a group of 128
+        assert shared is None or not shared.splits_rows or recipe.saved_activation != "columnwise"
+        y, quantized = _fprop_shared(x, num_rows, weights, num_segments, dtype, shared)
+        ctx.num_rows = num_rows if shared is None else [len(y)]
         groups = x.split(list(num_rows))
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(*groups)

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
@@ -23,6 +24,10 @@ class PagedAttentionBackend(TorchNativeAttnBackend):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padding attends the one key of SGLang's dummy slot."""
         return 1
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Every layer reads the request table, until a forward or a replay has ended."""
+        return SharedReadEnds.POST_REPLAY if fm.is_decode() else SharedReadEnds.UNKNOWN
 
     def _run_sdpa_forward_extend(
         self,

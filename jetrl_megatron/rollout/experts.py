@@ -127,15 +127,17 @@ class ExpertsMethod(FusedMoEMethodBase):
         weights, experts = dispatch_output.topk_output[:2]
         num_tokens, top_k = experts.shape
         pairs, offsets = pairs_by_expert(experts, layer.moe_ep_rank * layer.num_local_experts, layer.num_local_experts)
-        outputs = x.new_empty(num_tokens * top_k, x.shape[1])
+        if layer.moe_ep_size > 1:  # such engines decode eagerly, and a rank computes no other ranks' rows
+            pairs = pairs[: int(offsets[-1])]
+        outputs = x.new_zeros(num_tokens * top_k, x.shape[1])
         outputs[pairs] = self.run(layer, x[pairs // top_k], offsets)
         if layer.moe_ep_size > 1:  # every pair is computed on one rank: only zeros are added
             outputs = sum_on_rank_0(outputs, tree=False)
         return StandardCombineInput(ops.moe_combine(outputs.view(num_tokens, top_k, -1), weights, experts))
 
     def run(self, layer: Any, rows: Tensor, offsets: Tensor) -> Tensor:
-        """Rows sorted by expert [R, H], those of expert e at offsets[e] to offsets[e + 1] -> [R, H], zeros in rows of
-        other ranks' experts; with tensor parallelism the sum on rank 0, zeros elsewhere."""
+        """Rows sorted by expert [R, H], those of expert e at offsets[e] to offsets[e + 1] -> [R, H]; with tensor
+        parallelism the sum on rank 0, zeros elsewhere."""
         raise NotImplementedError
 
 
