@@ -168,7 +168,7 @@ def _logprob(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits / temperature, -1).gather(-1, targets[:, None]).squeeze(-1)
 
 
-def _fp32_linear(x: Tensor, _master: Tensor, weight: Any, *_how: Any) -> Tensor:
+def _fp32_linear(x: Tensor, _master: Tensor, weight: Any, *_how: Any, **_ranks: Any) -> Tensor:
     """The same FP8 bytes and scales, multiplied in fp32 by BLAS in an order of its own."""
     quantized = quantize_rows(x.flatten(0, -2), weight.quantized.format)
     y = F.linear(quantized.dequantize(), weight.quantized.dequantize())
@@ -178,7 +178,7 @@ def _fp32_linear(x: Tensor, _master: Tensor, weight: Any, *_how: Any) -> Tensor:
 def _other_order(patch: pytest.MonkeyPatch) -> None:
     """One chain over all of K instead of the segment tree."""
     ours = ops.fp8_linear
-    patch.setattr(ops, "fp8_linear", lambda x, master, weight, recipe, *_segments: ours(x, master, weight, recipe))
+    patch.setattr(ops, "fp8_linear", lambda x, master, weight, recipe, *_, **_ranks: ours(x, master, weight, recipe))
 
 
 def _other_quantizer(patch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_unsharing_the_bf16_linear_breaks_exactness(
     policy = load_policy(model_dir, fp8=False)
     assert rollout.mismatch(policy) == 0.0
     assert describe(judge(training_flow(policy), rollout.graphs)) == []
-    monkeypatch.setattr(ops, "linear", lambda x, master, _weight: F.linear(x, master))
+    monkeypatch.setattr(ops, "linear", lambda x, master, *_: F.linear(x, master))
     assert 0.0 < rollout.mismatch(policy) < 1.0
     lines = describe(judge(training_flow(policy), rollout.graphs))
     where = "model.layers.*.self_attn.qkv_proj (layers 0-1)"
