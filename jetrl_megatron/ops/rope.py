@@ -19,8 +19,8 @@ _CHUNK = 1024  # fixed shape of one evaluation, so that a position always takes 
 class RopeTable:
     """cos and sin of positions 0 to num_positions - 1, the length that the model was made for; scaling: the llama3
     parameters or None. Computed on first use, on the CPU, so that they are the same bits everywhere; kept where they
-    are looked up. A lookup reads nothing on the host, so the caller answers for the positions: configuration and engine
-    refuse longer sequences."""
+    are looked up. A lookup reads nothing on the host, so callers answer for the positions: the configuration's rule on
+    lengths, and engines, which end a request there."""
 
     theta: float
     head_dim: int
