@@ -154,7 +154,8 @@ class RolloutConfig(Section):
         0.3, "engine weights and KV cache: share of a GPU's memory free at its start", gt=0, lt=1
     )
     cuda_graphs: bool = _f(
-        True, "decode through CUDA graphs: engines of one GPU with the triton or deep_gemm backend; else without effect"
+        True,
+        "decode through CUDA graphs on the triton and deep_gemm backends; with experts: engines of one GPU only",
     )
     start_timeout_s: float = _f(180.0, "seconds until an engine must be up", gt=0)
     request_timeout_s: float = _f(1800.0, "seconds until one rollout call must be done", gt=0)

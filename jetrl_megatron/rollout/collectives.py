@@ -1,39 +1,44 @@
-"""Collectives over the ranks of one engine whose result does not depend on the backend's order of additions."""
+"""Collectives over the ranks of one engine whose result does not depend on the backend's order of additions.
+
+All are SGLang's own all-gather, which CUDA graphs can capture, and arithmetic on this rank.
+"""
 
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from jetrl_megatron.fp8 import ordered_add
 
 
-def tp_group() -> dist.ProcessGroup:
-    """All ranks of this engine."""
+def is_rank_0() -> bool:
+    """Of this engine."""
     from sglang.srt.distributed import get_tp_group
 
-    group: dist.ProcessGroup = get_tp_group().device_group
-    return group
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def _of_all_ranks(x: Tensor) -> Tensor:
+    """Every rank's x [...], in rank order: [ranks, ...]."""
+    from sglang.srt.distributed import get_tp_group
+
+    group = get_tp_group()
+    parts: Tensor = group.all_gather(x.contiguous(), dim=0)
+    return parts.view(group.world_size, *x.shape)
 
 
 def sum_on_rank_0(x: Tensor, tree: bool) -> Tensor:
     """The ordered sum on rank 0 and zeros elsewhere: SGLang's own bf16 all-reduce at the layer boundary then only adds
     zeros."""
-    group = tp_group()
-    parts = [torch.empty_like(x) for _ in range(group.size())]
-    dist.all_gather(parts, x, group=group)
-    if dist.get_rank(group):
-        return torch.zeros_like(x)
-    return ordered_add(parts, tree)
+    parts = _of_all_ranks(x)
+    return ordered_add(list(parts), tree) if is_rank_0() else torch.zeros_like(x)
 
 
 def maximum(x: Tensor) -> Tensor:
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=tp_group())
-    return x
+    """Elementwise, over the ranks."""
+    return _of_all_ranks(x).amax(dim=0)
 
 
 def exact_sum(x: Tensor) -> Tensor:
     """Sum of fp64 partial sums that cannot round."""
-    dist.all_reduce(x, group=tp_group())
-    return x
+    return _of_all_ranks(x).sum(dim=0)

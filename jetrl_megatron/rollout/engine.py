@@ -130,9 +130,7 @@ class EngineSpec:
         }
         if self.first_gpu is not None:
             args["base_gpu_id"] = self.first_gpu
-            # Sums over ranks call torch.distributed, whose capture nothing here has shown: such engines decode eagerly.
-            graphs = self.cuda_graphs and self.tensor_parallel == 1
-            args["cuda_graph_backend_decode"] = "full" if graphs else "disabled"
+            args["cuda_graph_backend_decode"] = "full" if self.cuda_graphs else "disabled"
             args["cuda_graph_backend_prefill"] = "disabled"  # prefill reads lengths on the host
         if self.port:
             args["port"] = self.port

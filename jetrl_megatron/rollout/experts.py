@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
@@ -28,7 +27,7 @@ from jetrl_megatron.fp8 import (
     num_segments_for,
     whole,
 )
-from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
+from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, sum_on_rank_0
 from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError
 
@@ -127,7 +126,7 @@ class ExpertsMethod(FusedMoEMethodBase):
         weights, experts = dispatch_output.topk_output[:2]
         num_tokens, top_k = experts.shape
         pairs, offsets = pairs_by_expert(experts, layer.moe_ep_rank * layer.num_local_experts, layer.num_local_experts)
-        if layer.moe_ep_size > 1:  # such engines decode eagerly, and a rank computes no other ranks' rows
+        if layer.moe_ep_size > 1:  # engines of several ranks with experts decode eagerly; only own rows are computed
             pairs = pairs[: int(offsets[-1])]
         outputs = x.new_zeros(num_tokens * top_k, x.shape[1])
         outputs[pairs] = self.run(layer, x[pairs // top_k], offsets)
@@ -226,4 +225,4 @@ class Bf16ExpertsMethod(ExpertsMethod):
         experts = zip(hidden.split(offsets.diff().tolist()), layer.w2_weight, layer.jetrl_w2, strict=True)
         outputs = [ops.row_parallel_linear(*expert, maximum, exact_sum) for expert in experts if len(expert[0])]
         y = torch.cat(outputs) if outputs else rows
-        return torch.zeros_like(y) if dist.get_rank(tp_group()) else y
+        return y if is_rank_0() else torch.zeros_like(y)

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear, get_group_rank_size
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
@@ -34,7 +33,7 @@ from jetrl_megatron.fp8 import (
     whole,
 )
 from jetrl_megatron.fp8.backends import use_backend
-from jetrl_megatron.rollout.collectives import exact_sum, maximum, sum_on_rank_0, tp_group
+from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, sum_on_rank_0
 from jetrl_megatron.rollout.experts import Bf16ExpertsMethod, ExpertsMethod, Fp8ExpertsMethod, RouterMethod
 from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.weight_loader import WeightSyncError
@@ -195,7 +194,7 @@ class Bf16LinearMethod(UnquantizedLinearMethod):
         weight = exact_weight(layer, maximum if across else None)
         if across:
             y = ops.row_parallel_linear(x, layer.weight, weight, maximum, exact_sum)
-            if dist.get_rank(tp_group()):
+            if not is_rank_0():
                 y = torch.zeros_like(y)
         else:
             y = ops.linear(x, layer.weight, weight)

@@ -245,7 +245,7 @@ def _start_engines(
             port=rollout.port_base + 100 * i if rollout.port_base else 0,
             log_file=run_dir / files.LOGS / f"engine_{i}.log",
             first_gpu=place.first_gpu,
-            cuda_graphs=rollout.cuda_graphs and _decodes_on_the_device(hf_config),
+            cuda_graphs=rollout.cuda_graphs and _decodes_on_the_device(hf_config, rollout.tensor_parallel),
         )
         for i, place in enumerate(places)
     ]
@@ -253,11 +253,13 @@ def _start_engines(
     return EnginePool(specs, *timeouts, rollout.max_restarts, [starters.get(place.node) for place in places])
 
 
-def _decodes_on_the_device(hf_config: dict[str, Any]) -> bool:
-    """Whether the engines' kernels read nothing on the host in decode. DeepGEMM does for experts whose gate and up rows
-    are not whole blocks: it takes them one by one."""
-    cut = int(hf_config.get("moe_intermediate_size", 0)) % BLOCK != 0
-    return active_name() == "triton" or (active_name() == "deep_gemm" and not cut)
+def _decodes_on_the_device(hf_config: dict[str, Any], num_ranks: int) -> bool:
+    """Whether the engines' kernels read nothing on the host in decode. With experts some do: engines of several ranks,
+    and DeepGEMM where gate and up rows are not whole blocks (it takes such experts one by one)."""
+    inner = int(hf_config.get("moe_intermediate_size", 0))
+    if inner and num_ranks > 1:
+        return False
+    return active_name() == "triton" or (active_name() == "deep_gemm" and inner % BLOCK == 0)
 
 
 def _eos_ids(model_dir: Path) -> tuple[int, ...]:

@@ -111,10 +111,10 @@ def test_a_replayed_decode_step_is_the_eager_one(
 
 
 @pytest.mark.parametrize(
-    ("change", "backend"), [({}, "full"), ({"cuda_graphs": False}, "disabled"), ({"tensor_parallel": 2}, "disabled")]
+    ("change", "backend"), [({}, "full"), ({"cuda_graphs": False}, "disabled"), ({"tensor_parallel": 2}, "full")]
 )
 def test_which_engines_capture(tmp_path: Path, change: dict[str, Any], backend: str) -> None:
-    """Engines of one GPU, where the run asks for graphs; prefill never. On the CPU SGLang is told nothing of graphs."""
+    """Those where the run asks for graphs; prefill never. On the CPU SGLang is told nothing of graphs."""
     spec = EngineSpec(tmp_path, "jetrl_fp8", 1, 8, 1024, 64, 0.3, 1, 0, tmp_path / "log", first_gpu=0, cuda_graphs=True)
     args = replace(spec, **change).server_args()
     assert args["cuda_graph_backend_decode"] == backend

@@ -96,22 +96,24 @@ def test_a_run_starts_its_engines_where_the_placement_says(
 
 
 @pytest.mark.parametrize(
-    ("backend", "expert_size", "expected"),
+    ("backend", "expert_size", "num_ranks", "expected"),
     [
-        ("emulated", 128, False),
-        ("triton", 192, True),
-        ("deep_gemm", 768, True),
-        ("deep_gemm", 192, False),
-        ("deep_gemm", None, True),
+        ("emulated", 128, 1, False),
+        ("triton", 192, 1, True),
+        ("triton", 192, 2, False),
+        ("triton", None, 2, True),
+        ("deep_gemm", 768, 1, True),
+        ("deep_gemm", 192, 1, False),
+        ("deep_gemm", None, 2, True),
     ],
 )
 def test_whose_decode_reads_nothing_on_the_host(
-    backend: str, expert_size: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, expert_size: int | None, num_ranks: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By backend; with DeepGEMM not where experts of 192 rows are taken one by one."""
     monkeypatch.setattr(session, "active_name", lambda: backend)
     hf_config = {} if expert_size is None else {"moe_intermediate_size": expert_size}
-    assert session._decodes_on_the_device(hf_config) == expected
+    assert session._decodes_on_the_device(hf_config, num_ranks) == expected
 
 
 def test_a_run_refuses_engines_without_a_place(two_nodes: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
