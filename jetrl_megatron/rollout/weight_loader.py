@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jetrl_megatron.config.dims import ModelDims
 from jetrl_megatron.fp8 import BLOCK, compact_weight_scale
-from jetrl_megatron.weights.bundle import SCALE_SUFFIX, Bundle, checksum
+from jetrl_megatron.weights.bundle import SCALE_SUFFIX, Bundle, checksums_of
 from jetrl_megatron.weights.plan import ConversionPlan
 
 LOAD_FORMAT = "jetrl_megatron.rollout.weight_loader.load_bundle"
@@ -171,7 +171,7 @@ def _require_held(model: nn.Module, bundle: Bundle) -> None:
             raise EngineWeightsError(f"{path}: {sorted(layer.jetrl_expected - layer.jetrl_loaded)} never loaded")
     if _tensor_parallel_size() > 1:
         return
-    held = {name: checksum(tensor) for name, tensor in held_tensors(model, bundle)}
+    held = checksums_of(held_tensors(model, bundle))
     for name, expected in bundle.checksums.items():
         if held.get(name) != expected:
             raise EngineWeightsError(f"{name}: other bytes in the engine after loading")

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,21 @@ from jetrl_megatron.atomic import write_atomic
 MANIFEST = "manifest.json"
 SCALE_SUFFIX = "_scale_inv"  # Hugging Face's name for the block scales, which multiply
 
+_THREADS = min(8, os.cpu_count() or 1)
+
 
 def checksum(tensor: Tensor) -> str:
     """BLAKE2b-128 of dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def checksums_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Checksums by name, several at once: hashing lets go of the interpreter's lock."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        futures = {name: pool.submit(checksum, tensor) for name, tensor in tensors}
+        return {name: future.result() for name, future in futures.items()}
 
 
 def combined(checksums: dict[str, str]) -> str:
@@ -72,12 +83,11 @@ class Bundle:
 
     def verify(self) -> None:
         """Raises ValueError naming the first tensor whose bytes are not those that were written, or a missing one."""
-        found = set()
-        for name, tensor in self.tensors():
-            if self.checksums.get(name) != checksum(tensor):
+        found = checksums_of(self.tensors())
+        for name, value in found.items():
+            if self.checksums.get(name) != value:
                 raise ValueError(f"{name}: checksum differs; rule: bytes arrive unchanged; fix: send the weights again")
-            found.add(name)
-        missing = sorted(set(self.checksums) - found)
+        missing = sorted(set(self.checksums) - set(found))
         if missing:
             raise ValueError(f"{missing[0]}: missing from the bundle ({len(missing)} tensors); fix: send it again")
 
@@ -91,22 +101,24 @@ def write_bundle(path: Path, version: int, tensors: Iterable[tuple[str, Tensor]]
     bucket: dict[str, Tensor] = {}
     total = held = 0
 
-    def flush() -> None:
+    def flush(pool: Executor) -> None:
         nonlocal bucket, held
         if bucket:
+            hashing = {name: pool.submit(checksum, tensor) for name, tensor in bucket.items()}
             files.append(f"bucket-{len(files):05d}.safetensors")
             save_file(bucket, path / files[-1])
+            checksums.update({name: value.result() for name, value in hashing.items()})
             bucket, held = {}, 0
 
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if held and held + size > bucket_bytes:
-            flush()
-        bucket[name] = tensor.contiguous().cpu()
-        checksums[name] = checksum(bucket[name])
-        held += size
-        total += size
-    flush()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for name, tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if held and held + size > bucket_bytes:
+                flush(pool)
+            bucket[name] = tensor.contiguous().cpu()
+            held += size
+            total += size
+        flush(pool)
     manifest = {"version": version, "files": files, "checksums": checksums, "num_bytes": total}
     write_atomic(path / MANIFEST, json.dumps(manifest))
     return Bundle(path, version, tuple(files), checksums, total)
