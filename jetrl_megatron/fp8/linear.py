@@ -30,6 +30,7 @@ from jetrl_megatron.fp8.recorder import differentiated, note
 class SharedInput(Protocol):
     """A column-parallel linear's input among tensor-parallel ranks, each of which has all rows or a part of them, and
     then a term of their gradient (`megatron/overlap.py`). What is started runs beside computation; the callables wait.
+    `UNSHARED`: one rank.
     """
 
     @property
@@ -37,10 +38,25 @@ class SharedInput(Protocol):
         """Whether a rank has a part of the rows only."""
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Start gathering tensors along their first dim, over the ranks' rows."""
+        """Start gathering tensors along their first dim, over the ranks' rows; themselves where ranks have all rows."""
 
     def add_up(self, dx: Tensor) -> Callable[[], Tensor]:
         """Start the sum over ranks of dX [T, K], which must not be written afterwards: this rank's rows of it."""
+
+
+class _Unshared:
+    """One rank, which has all rows."""
+
+    splits_rows = False
+
+    def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return lambda: list(parts)
+
+    def add_up(self, dx: Tensor) -> Callable[[], Tensor]:
+        return lambda: dx
+
+
+UNSHARED = _Unshared()
 
 
 def quantize_weight(
@@ -106,10 +122,10 @@ def _fprop_shared(
     weights: Sequence[Fp8Weight],
     num_segments: int,
     dtype: torch.dtype,
-    shared: SharedInput | None,
+    shared: SharedInput,
 ) -> tuple[Tensor, list[Fp8Tensor]]:
     """FProp of all ranks' rows, and the codes of this rank's, which is what travels."""
-    if shared is None or not shared.splits_rows:
+    if not shared.splits_rows:
         return _fprop(x, num_rows, weights, num_segments, dtype)
     (weight,) = weights
     fmt = weight.fprop.format
@@ -131,7 +147,7 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
-    shared: SharedInput | None = None,
+    shared: SharedInput = UNSHARED,
 ) -> Tensor:
     """x [T, K] bf16 -> x @ W^T [T, N], the fp32 accumulator rounded once to `dtype`.
 
@@ -149,7 +165,7 @@ def fp8_grouped_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     dtype: torch.dtype = torch.float32,
-    shared: SharedInput | None = None,
+    shared: SharedInput = UNSHARED,
 ) -> Tensor:
     """`fp8_linear` with one weight per group: x [T, K], sorted by group, num_rows per group -> [T, N]. The weights have
     one shape. shared: of a lone group."""
@@ -182,15 +198,15 @@ class _Fp8Linear(torch.autograd.Function):
         recipe: Fp8Recipe,
         num_segments: int,
         dtype: torch.dtype,
-        shared: SharedInput | None,
+        shared: SharedInput,
         *masters: Tensor,
     ) -> Tensor:
         x = x.detach()
         ctx.weights, ctx.recipe, ctx.masters, ctx.dtype, ctx.shared = weights, recipe, masters, x.dtype, shared
         # of a rank's own rows nothing can be kept along tokens: they begin anywhere in a group of 128
-        assert shared is None or not shared.splits_rows or recipe.saved_activation != "columnwise"
+        assert not shared.splits_rows or recipe.saved_activation != "columnwise"
         y, quantized = _fprop_shared(x, num_rows, weights, num_segments, dtype, shared)
-        ctx.num_rows = num_rows if shared is None else [len(y)]
+        ctx.num_rows = [len(y)] if shared.splits_rows else num_rows
         groups = x.split(list(num_rows))
         if recipe.saved_activation == "bf16":
             ctx.save_for_backward(*groups)
@@ -206,25 +222,24 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = grads[0].to(ctx.dtype).split(list(ctx.num_rows))
         recipe, weights, masters = ctx.recipe, ctx.weights, ctx.masters
-        shared: SharedInput | None = ctx.shared
+        shared: SharedInput = ctx.shared
         need_dx, need_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
         assert need_dw == all(ctx.needs_input_grad[7:])  # weights of one call are trained or frozen together
         per_group = 1 if recipe.saved_activation == "bf16" else 2
         saved = [ctx.saved_tensors[i : i + per_group] for i in range(0, len(ctx.saved_tensors), per_group)]
-        arriving = shared.gather(saved[0]) if shared is not None and shared.splits_rows and need_dw else None
+        arriving = [shared.gather(tensors) for tensors in saved] if need_dw else []
         operands: list[tuple[Fp8Tensor | None, Fp8Tensor | None]] = [(None, None)] * len(dy)
         if need_dx and need_dw and recipe.dgrad == recipe.wgrad == "fp8" and weights[0].dgrad.order is None:
             operands = [active().quantize_both(rows, recipe.format) for rows in dy]
         dx = _dgrad(dy, [rows for rows, _ in operands], masters, weights, recipe) if need_dx else None
-        summed = shared.add_up(dx) if shared is not None and dx is not None else None
-        if arriving is not None:
-            saved = [arriving()]
+        summed = None if dx is None else shared.add_up(dx)
+        whole = [wait() for wait in arriving]
         dw: list[Tensor | None] = [None] * len(masters)
         if need_dw and recipe.wgrad == "fp8":
-            dw = [*_wgrad(dy, [columns for _, columns in operands], saved, masters, recipe)]
+            dw = [*_wgrad(dy, [columns for _, columns in operands], whole, masters, recipe)]
         elif need_dw:
-            dw = [_wgrad_bf16(*group, recipe) for group in zip(dy, saved, masters, strict=True)]
-        return dx if summed is None else summed(), None, None, None, None, None, None, *dw
+            dw = [_wgrad_bf16(*group, recipe) for group in zip(dy, whole, masters, strict=True)]
+        return None if summed is None else summed(), None, None, None, None, None, None, *dw
 
 
 def _dgrad(

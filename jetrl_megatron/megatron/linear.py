@@ -30,6 +30,7 @@ from jetrl_megatron.fp8 import (
     quantize_weight,
     whole,
 )
+from jetrl_megatron.fp8.linear import UNSHARED, SharedInput
 from jetrl_megatron.megatron.collectives import ordered_sum, share_amax
 from jetrl_megatron.megatron.overlap import ColumnParallelInput
 
@@ -136,7 +137,7 @@ class PreciseColumnParallelLinear(_PreciseLinear, ColumnParallelLinear):
     ) -> Tensor:
         if sequence_parallel and not self.precision.rows_travel:
             input, sequence_parallel = gather_from_sequence_parallel_region(input, group=tp_group), False
-        shared = None
+        shared: SharedInput = UNSHARED
         if tp_group is not None and tp_group.size() > 1 and (allreduce_dgrad or sequence_parallel):
             shared = ColumnParallelInput(tp_group, sequence_parallel)
         if self.precision.fp8:

@@ -24,6 +24,9 @@ class ColumnParallelInput:
     splits_rows: bool
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        return self._gather(parts) if self.splits_rows else lambda: list(parts)
+
+    def _gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         whole, works = [], []
         for part in parts:
             out = torch.empty(part.shape[0] * self.group.size(), *part.shape[1:], dtype=part.dtype, device=part.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jetrl_megatron.fp8 import Fp8Experts, Fp8Format, Fp8Recipe
 from jetrl_megatron.fp8.carried import carry
-from jetrl_megatron.fp8.linear import Fp8Weight, SharedInput, accumulate_main_grad
+from jetrl_megatron.fp8.linear import UNSHARED, Fp8Weight, SharedInput, accumulate_main_grad
 from jetrl_megatron.fp8.linear import fp8_grouped_linear as _fp8_grouped_linear
 from jetrl_megatron.fp8.linear import fp8_linear as _fp8_linear
 from jetrl_megatron.fp8.linear import fp8_routed_linear as _fp8_routed_linear
@@ -128,7 +128,7 @@ def fp8_linear(
     recipe: Fp8Recipe,
     num_segments: int = 1,
     reduce: Reduce | None = None,
-    shared: SharedInput | None = None,
+    shared: SharedInput = UNSHARED,
 ) -> Tensor:
     """x [..., K] -> [..., N] through the FP8 weight; `reduce` (over tensor-parallel ranks) sees the fp32 accumulator
     before the one rounding. shared: how ranks share x; if they split its first dim, all of it comes out."""
@@ -182,7 +182,7 @@ class ExactWeight:
 
 
 @operator("linear")
-def linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput | None = None) -> Tensor:
+def linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput = UNSHARED) -> Tensor:
     """Exact bf16 linear: x [..., K], master [N, K] -> [..., N] in x's dtype. shared: as for `fp8_linear`."""
     return _linear(x, master, weight, shared).to(x.dtype)
 
@@ -273,29 +273,25 @@ def lm_head(x: Tensor, master: Tensor, weight: ExactWeight) -> Tensor:
     return _linear(x, master, weight)
 
 
-def _linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput | None = None) -> Tensor:
+def _linear(x: Tensor, master: Tensor, weight: ExactWeight, shared: SharedInput = UNSHARED) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return _as(_apply_linear(lambda x2: kernels().linear(x2, weight.prepared), rows, master, shared), x, shared)
 
 
-def _as(y: Tensor, x: Tensor, shared: SharedInput | None) -> Tensor:
+def _as(y: Tensor, x: Tensor, shared: SharedInput) -> Tensor:
     """y [T, N] in the shape of x [..., K], whose first dim ranks may split."""
-    if shared is not None and shared.splits_rows:
+    if shared.splits_rows:
         return y.view(-1, *x.shape[1:-1], y.shape[-1])
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _apply_linear(
-    forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput | None = None
+    forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput = UNSHARED
 ) -> Tensor:
     if torch.is_grad_enabled() and (x.requires_grad or master.requires_grad):
         y: Tensor = _ExactLinear.apply(forward, x, master, shared)
         return y
-    return forward(_all_rows(x, shared))
-
-
-def _all_rows(x: Tensor, shared: SharedInput | None) -> Tensor:
-    return shared.gather([x])()[0] if shared is not None and shared.splits_rows else x
+    return forward(*shared.gather([x])())
 
 
 @differentiated
@@ -304,27 +300,26 @@ class _ExactLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput | None
+        ctx: Any, forward: Callable[[Tensor], Tensor], x: Tensor, master: Tensor, shared: SharedInput
     ) -> Tensor:
         ctx.save_for_backward(x)
         note("saved", "x", x)
         ctx.master, ctx.shared = master, shared
-        return forward(_all_rows(x.detach(), shared))
+        return forward(*shared.gather([x.detach()])())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        shared: SharedInput | None = ctx.shared
-        arriving = shared.gather([x]) if shared is not None and shared.splits_rows else None
+        shared: SharedInput = ctx.shared
+        arriving = shared.gather([x])
         dy = grads[0].to(x.dtype)
         dx = dy @ ctx.master.detach().to(x.dtype) if ctx.needs_input_grad[1] else None
-        summed = shared.add_up(dx) if shared is not None and dx is not None else None
-        if arriving is not None:
-            (x,) = arriving()
+        summed = None if dx is None else shared.add_up(dx)
+        (x,) = arriving()
         dw = None
         if ctx.needs_input_grad[2]:
             dw = accumulate_main_grad(ctx.master, dy.float().t() @ x.float())
-        return None, dx if summed is None else summed(), dw, None
+        return None, None if summed is None else summed(), dw, None
 
 
 @operator("logprob")

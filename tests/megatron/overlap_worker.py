@@ -19,6 +19,7 @@ from jetrl_megatron import ops
 from jetrl_megatron.config.schema import ParallelConfig
 from jetrl_megatron.fp8 import Fp8Recipe, Fp8Weight, quantize_weight, whole
 from jetrl_megatron.fp8 import linear as fp8_linear_module
+from jetrl_megatron.fp8.linear import UNSHARED, SharedInput
 from jetrl_megatron.megatron.groups import initialize
 from jetrl_megatron.megatron.overlap import ColumnParallelInput
 from tests.support.launch import die_with_parent
@@ -43,7 +44,7 @@ def kept_rows(y: Tensor) -> int:
 
 
 def gradients(
-    saved: str | None, x: Tensor, w: Tensor, enter: Callable[[Tensor], Tensor], shared: ColumnParallelInput | None
+    saved: str | None, x: Tensor, w: Tensor, enter: Callable[[Tensor], Tensor], shared: SharedInput
 ) -> tuple[list[Tensor], int]:
     """Output, dX and dW of one linear, and the rows that it keeps; x [S, 1, K]. saved: as in Fp8Recipe; None: BF16."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
@@ -67,7 +68,7 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     events: list[str] = []
-    watch(ColumnParallelInput, "gather", events)
+    watch(ColumnParallelInput, "_gather", events)
     watch(ColumnParallelInput, "add_up", events)
     watch(fp8_linear_module, "_dgrad", events)
     watch(fp8_linear_module, "_wgrad", events)
@@ -78,7 +79,7 @@ def main() -> None:
         if not sequence_parallel:
             torch.manual_seed(7)
         x = torch.randn(T // 2 if sequence_parallel else T, 1, K).bfloat16()
-        expected, _ = gradients(saved, x, w, lambda x, sp=sequence_parallel: stock(x, group, sp), None)  # type: ignore[misc]
+        expected, _ = gradients(saved, x, w, lambda x, sp=sequence_parallel: stock(x, group, sp), UNSHARED)  # type: ignore[misc]
         events.clear()
         found, kept = gradients(saved, x, w, lambda x: x, ColumnParallelInput(group, sequence_parallel))
         result.append((saved, sequence_parallel, expected, found, list(events), kept))
