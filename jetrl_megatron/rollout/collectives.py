@@ -5,10 +5,13 @@ All are SGLang's own all-gather, which CUDA graphs can capture, and arithmetic o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from jetrl_megatron.fp8 import ordered_add
+from jetrl_megatron.fp8 import BLOCK, num_segments_for, ordered_add
 
 
 def is_rank_0() -> bool:
@@ -32,6 +35,17 @@ def sum_on_rank_0(x: Tensor, tree: bool) -> Tensor:
     zeros."""
     parts = _of_all_ranks(x)
     return ordered_add(list(parts), tree) if is_rank_0() else torch.zeros_like(x)
+
+
+def row_parallel(num_columns: int, num_ranks: int, tree: bool) -> tuple[int, Callable[[Tensor], Tensor] | None]:
+    """How a product that contracts num_columns, shared out over num_ranks, is added up: in how many segments on a rank,
+    and then over the ranks (None: there is one). tree: the fixed segments and tree of any number of ranks."""
+    segments = num_segments_for(-(-num_columns // BLOCK)) if tree else 1
+    if tree and segments % num_ranks:
+        raise ValueError(
+            f"rollout.tensor_parallel: {num_ranks}; rule: divides {segments} segments; fix: a smaller size"
+        )
+    return max(segments // num_ranks, 1), partial(sum_on_rank_0, tree=tree) if num_ranks > 1 else None
 
 
 def maximum(x: Tensor) -> Tensor:

@@ -24,10 +24,9 @@ from jetrl_megatron.fp8 import (
     Fp8Tensor,
     GridSlice,
     expand_weight_scale,
-    num_segments_for,
     whole,
 )
-from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, sum_on_rank_0
+from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, row_parallel, sum_on_rank_0
 from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.weight_loader import ExpertShard, WeightSyncError
 
@@ -189,15 +188,11 @@ class Fp8ExpertsMethod(ExpertsMethod):
         return Fp8Experts(Fp8Tensor(weight.data, scale.data, self.config.fmt), slices)
 
     def run(self, layer: Any, rows: Tensor, offsets: Tensor) -> Tensor:
-        tree, size = self.config.tp_invariant, layer.moe_tp_size
         gate_up = ops.fp8_routed_linear(rows, offsets, layer.jetrl_w13)
-        inner = layer.w2_weight.shape[2]
-        segments = num_segments_for(-(-inner * size // BLOCK)) if tree else 1
-        if tree and segments % size:
-            raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
-        reduce = partial(sum_on_rank_0, tree=tree) if size > 1 else None
         hidden = ops.swiglu(gate_up, self.config.fmt)
-        return ops.fp8_routed_linear(hidden, offsets, layer.jetrl_w2, max(segments // size, 1), reduce)
+        size = layer.moe_tp_size
+        segments, reduce = row_parallel(layer.w2_weight.shape[2] * size, size, self.config.tp_invariant)
+        return ops.fp8_routed_linear(hidden, offsets, layer.jetrl_w2, segments, reduce)
 
 
 def _gate_and_up(inner: int) -> list[GridSlice]:

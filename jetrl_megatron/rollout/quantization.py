@@ -28,12 +28,11 @@ from jetrl_megatron.fp8 import (
     Fp8Weight,
     GridSlice,
     expand_weight_scale,
-    num_segments_for,
     quantize_weight,
     whole,
 )
 from jetrl_megatron.fp8.backends import use_backend
-from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, sum_on_rank_0
+from jetrl_megatron.rollout.collectives import exact_sum, is_rank_0, maximum, row_parallel
 from jetrl_megatron.rollout.experts import Bf16ExpertsMethod, ExpertsMethod, Fp8ExpertsMethod, RouterMethod
 from jetrl_megatron.rollout.prepared import exact_weight
 from jetrl_megatron.rollout.weight_loader import WeightSyncError
@@ -173,11 +172,8 @@ class Fp8LinearMethod(LinearMethodBase):
 
     def _row_parallel(self, layer: Any, x: Tensor) -> Tensor:
         _, size = get_group_rank_size(layer.tp_group)
-        segments = num_segments_for(-(-layer.input_size // BLOCK)) if self.config.tp_invariant else 1
-        if segments % size and self.config.tp_invariant:
-            raise ValueError(f"rollout.tensor_parallel: {size}; rule: divides {segments} segments; fix: a smaller size")
-        reduce = partial(sum_on_rank_0, tree=self.config.tp_invariant) if size > 1 else None
-        return ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe, max(segments // size, 1), reduce)
+        segments, reduce = row_parallel(layer.input_size, size, self.config.tp_invariant)
+        return ops.fp8_linear(x, layer.weight, layer.jetrl_weight, self.recipe, segments, reduce)
 
 
 class Bf16LinearMethod(UnquantizedLinearMethod):
